@@ -1,0 +1,90 @@
+"""The on-policy buffer: one horizon of rows, laid out [time, env], each observation stored once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_pipeline.types import Continuous, EnvSpec, Step
+
+
+class Rollout(NamedTuple):
+    """T rows of N environments on the learner's device.
+
+    Row t: obs[t], what was done there, and what came of it; obs[t+1] is where it led. Rows whose
+    `valid` is False only reset.
+    """
+
+    obs: Tensor  # [T+1, N, *obs_shape]
+    action: Tensor  # [T, N, *action_shape]
+    reward: Tensor  # [T, N] float32
+    discount: Tensor  # [T, N] float32: 0 at a termination, else 1
+    ended: Tensor  # [T, N] bool: terminated or truncated
+    valid: Tensor  # [T, N] bool
+    extras: dict[str, Tensor]  # [T, N] each, as the learner's act() gave them
+    env_steps: int
+
+
+class RolloutBuffer:
+    """Filled row by row; taken whole.
+
+    Host fields are written through numpy views, the learner's extras stay on its device.
+    """
+
+    def __init__(
+        self, spec: EnvSpec, horizon: int, extras: tuple[str, ...], device: torch.device
+    ) -> None:
+        rows = (horizon, spec.num_envs)
+        box = spec.action if isinstance(spec.action, Continuous) else None
+        self._obs = np.zeros((horizon + 1, spec.num_envs, *spec.obs_shape), spec.obs_dtype)
+        self._action = np.zeros(
+            (*rows, *(box.shape if box else ())), np.float32 if box else np.int64
+        )
+        self._reward = np.zeros(rows, np.float32)
+        self._discount = np.zeros(rows, np.float32)
+        self._ended = np.zeros(rows, bool)
+        self._valid = np.zeros(rows, bool)
+        self._extras = {name: torch.zeros(rows, device=device) for name in extras}
+        self._horizon, self._device = horizon, device
+        self._t = 0
+
+    @property
+    def full(self) -> bool:
+        """A whole horizon waits to be taken."""
+        return self._t == self._horizon
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage."""
+        host = (self._obs, self._action, self._reward, self._discount, self._ended, self._valid)
+        return sum(a.nbytes for a in host) + sum(x.nbytes for x in self._extras.values())
+
+    def add(
+        self, obs: np.ndarray, action: np.ndarray, extras: dict[str, Tensor], step: Step
+    ) -> None:
+        """Store one row: obs [N, ...], action [N, ...], extras [N] each, and its outcome."""
+        t = self._t
+        self._obs[t] = obs
+        self._action[t] = action
+        self._reward[t] = step.reward
+        np.logical_not(step.terminated, out=self._discount[t], casting="unsafe")
+        np.logical_or(step.terminated, step.truncated, out=self._ended[t])
+        self._valid[t] = step.valid
+        for name, value in extras.items():
+            self._extras[name][t] = value
+        self._t = t + 1
+
+    def take(self, obs: np.ndarray) -> Rollout:
+        """The full horizon, with `obs` [N, ...] after its last row; starts the next one.
+
+        On the CPU the tensors are views: they hold until the next `add`.
+        """
+        assert self.full
+        self._obs[self._horizon] = obs
+        self._t = 0
+        host = (self._obs, self._action, self._reward, self._discount, self._ended, self._valid)
+        tensors = [torch.from_numpy(a).to(self._device) for a in host]
+        return Rollout(*tensors, self._extras, int(np.count_nonzero(self._valid)))

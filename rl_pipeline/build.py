@@ -1,0 +1,253 @@
+"""Assembles a run from its settings: one plain match per choice, imports inside the branch."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from rl_pipeline import checkpoint, config
+from rl_pipeline.buffers.rollout import RolloutBuffer
+from rl_pipeline.evaluate import evaluate
+from rl_pipeline.phases import NullPhases, Phases
+from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
+from rl_pipeline.session import Session
+from rl_pipeline.settings import Settings
+from rl_pipeline.telemetry.hardware import HardwareSampler
+from rl_pipeline.telemetry.progress import Progress
+from rl_pipeline.telemetry.provenance import provenance
+from rl_pipeline.telemetry.recorder import Recorder
+from rl_pipeline.telemetry.tracker import NullTracker, Tracker
+from rl_pipeline.types import EnvSpec, Learner, VecEnv
+
+
+def make_envs(settings: Settings, num_envs: int, seed: int, num_threads: int) -> VecEnv:
+    """The environments of a run or of its evaluation."""
+    match settings.backend.name:
+        case "gymnasium":
+            from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
+
+            return GymnasiumVecEnv(settings.env, num_envs, seed)
+        case "envpool":
+            from rl_pipeline.envs.envpool import EnvPoolVecEnv
+
+            return EnvPoolVecEnv(settings.env, num_envs, seed, num_threads)
+
+
+def make_learner(
+    settings: Settings, spec: EnvSpec, runtime: Runtime, phases: Phases | NullPhases
+) -> Learner:
+    """The learner that `algo` names."""
+    match settings.algo.name:
+        case "ppo":
+            from rl_pipeline.learners.ppo import PPO
+
+            return PPO(settings.algo, settings.network, spec, runtime, phases)
+
+
+def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tracker | NullTracker:
+    """The tracker that `tracking` names."""
+    if settings.tracking.name == "none":
+        return NullTracker()
+    study = facts["study"]
+    git = facts["provenance"]["git"]
+    tags = {
+        "run_id": facts["run_id"],
+        "run_folder": str(folder.resolve()),
+        "mlflow.source.name": "rl_pipeline.train",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.note.content": describe(settings, facts),
+        **{f"effective.{k}": str(v) for k, v in facts["effective"].items()},
+    }
+    if git:
+        tags["mlflow.source.git.commit"] = git
+    params = flatten(settings.model_dump(mode="json")) | {"seed": facts["seed"]}
+    return Tracker(
+        folder, settings.tracking, run_name=facts["name"], params=params, tags=tags,
+        parent_run_id=study.get("parent_run_id"),
+    )  # fmt: skip
+
+
+def describe(settings: Settings, facts: dict[str, Any]) -> str:
+    """A run's description as a person reads it in the MLflow UI."""
+    e = facts["effective"]
+    return (
+        f"{settings.algo.name} on {settings.env.id}, {settings.total_steps:,} env steps, "
+        f"{settings.backend.num_envs} environments on {e['backend']}, {e['device']}, "
+        f"{e['precision']}, {e['compile']}, {e['mode']}, seed {facts['seed']}.\n\n"
+        f"    {facts['provenance']['command']}\n\nFolder: `{facts['folder']}`"
+    )
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys; lists as text."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = str(value) if isinstance(value, list | dict) else value
+    return flat
+
+
+def study_of(overrides: list[str]) -> tuple[dict[str, Any], str]:
+    """The multirun this job belongs to, and the job's name: what varied."""
+    study = json.loads(os.environ.get("RL_PIPELINE_STUDY", "{}"))
+    varied = [o for o in overrides if o.split("=")[0].lstrip("+") in study.get("varied", ())]
+    return study, " ".join(varied)
+
+
+def requested(settings: Settings) -> dict[str, Any]:
+    """The choices a comparison groups by, as asked for."""
+    return {
+        "backend": settings.backend.name,
+        "num_envs": settings.backend.num_envs,
+        "buffer": settings.buffer.name,
+        "placement": settings.buffer.placement,
+        "precision": settings.precision.name,
+        "compile": settings.compile.name,
+        "device": settings.device.name,
+        "mode": settings.mode.name,
+        "threads": settings.backend.num_threads,
+    }
+
+
+def make_facts(
+    settings: Settings, folder: Path, overrides: list[str], runtime: Runtime, run_id: str
+) -> dict[str, Any]:
+    """What result.json says about a run before its first step."""
+    study, name = study_of(overrides)
+    plan = runtime.threads
+    effective = requested(settings) | {
+        "device": str(runtime.device),
+        "threads": {"budget": plan.budget, "torch": plan.torch_threads, "envs": plan.env_threads},
+    }
+    reasons = {
+        **{f"threads.{k}": v for k, v in plan.reasons.items()},
+        "device": runtime.device_reason,
+    }
+    return {
+        "run_id": run_id,
+        "name": name
+        or f"{settings.algo.name} {settings.env.name} {settings.backend.name} {run_id}",
+        "experiment": settings.tracking.experiment
+        or os.environ.get("MLFLOW_EXPERIMENT_NAME", "rl_pipeline"),
+        "folder": str(folder),
+        "seed": runtime.seed,
+        "task": {"env": settings.env.name, "id": settings.env.id, "algo": settings.algo.name},
+        "total_steps": settings.total_steps,
+        "overrides": overrides,
+        "study": study,
+        "requested": requested(settings),
+        "effective": effective,
+        "reasons": reasons,
+        "startup": {},
+        "provenance": provenance(Path.cwd())
+        | {"command": shlex.join(["python", "-m", "rl_pipeline.train", *sys.argv[1:]])},
+    }
+
+
+def make_session(
+    settings: Settings, folder: Path, overrides: list[str]
+) -> tuple[Session, dict[str, Any] | None]:
+    """Build every part of a run; also the checkpoint to continue from, or None."""
+    saved, state = None, None
+    if settings.resume:
+        saved = json.loads((folder / "run.json").read_text())
+        state = load_checkpoint(folder)
+        config.check_resumed(settings, saved["settings"])
+    run_id = saved["run_id"] if saved else folder.name.rsplit("-", 1)[-1]
+    if settings.seed is not None:
+        seed = settings.seed
+    else:
+        seed = saved["seed"] if saved else secrets.randbits(31)
+    runtime = make_runtime(settings, seed)
+    facts = make_facts(settings, folder, overrides, runtime, run_id)
+    backend = settings.backend
+    threads = runtime.threads.env_threads
+    phases = (
+        Phases(new_event=runtime.new_event()) if settings.profile.name == "phases" else NullPhases()
+    )
+    envs = make_envs(settings, backend.num_envs, stream_seed(seed, "envs"), threads)
+    learner = make_learner(settings, envs.spec, runtime, phases)
+    buffer = RolloutBuffer(envs.spec, settings.algo.horizon, learner.extras, runtime.device)
+    facts["buffer_bytes"] = buffer.nbytes
+
+    def evaluation(index: int) -> np.ndarray:
+        eval_envs = make_envs(
+            settings,
+            min(settings.eval.num_envs, settings.eval.episodes),
+            stream_seed(seed, "eval", index),
+            threads,
+        )
+        try:
+            return evaluate(
+                eval_envs, learner.act_greedy, settings.eval.episodes, settings.eval.max_steps
+            )
+        finally:
+            eval_envs.close()
+
+    # From here on nothing in the settings can be wrong: the run exists.
+    if not saved:
+        record = {
+            "run_id": run_id, "seed": seed, "overrides": overrides,
+            "settings": settings.model_copy(update={"seed": seed}).model_dump(mode="json"),
+        }  # fmt: skip
+        (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+    tracker = make_tracker(settings, folder, facts)
+    tracker.start()
+    hardware = HardwareSampler(cpu_budget=runtime.threads.budget)
+    recorder = Recorder(
+        folder / "metrics.jsonl", settings.log_every_s, envs.spec.frame_skip,
+        phases.window, hardware.window, lambda: tracker.ready,
+    )  # fmt: skip
+    session = Session(
+        settings=settings, folder=folder, facts=facts, envs=envs, buffer=buffer, learner=learner,
+        phases=phases, recorder=recorder, tracker=tracker, hardware=hardware,
+        progress=Progress(settings.total_steps),
+        checkpoints=checkpoint.Checkpoints(
+            folder / "checkpoints", settings.checkpoint.keep_last, settings.checkpoint.keep_best
+        ),
+        evaluate=evaluation,
+    )  # fmt: skip
+    return session, state
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """The newest checkpoint of a run; raises ConfigError where it left none."""
+    latest = checkpoint.Checkpoints(folder / "checkpoints", 1, False).latest()
+    if latest is None:
+        raise config.ConfigError(
+            f"resume={folder}: the run left no checkpoint (it stopped before "
+            "checkpoint.every_steps); start a new run"
+        )
+    return checkpoint.load(latest)
+
+
+def train(cfg: DictConfig) -> dict[str, Any]:
+    """Run one job of a Hydra app; returns result.json's object."""
+    hydra = HydraConfig.get()
+    settings = config.load(cfg)
+    overrides = [o for o in hydra.overrides.task if not o.startswith("resume=")]
+    folder = Path(hydra.runtime.output_dir)
+    try:
+        session, state = make_session(settings, folder, overrides)
+    except ValueError as error:
+        if not (folder / "run.json").exists():
+            shutil.rmtree(folder / ".hydra", ignore_errors=True)
+            with suppress(OSError):  # kept where the user had other files in it
+                folder.rmdir()
+        raise config.ConfigError(str(error)) from error
+    for what, why in session.facts["reasons"].items():
+        session.progress.message(f"{what}: {why}")
+    return session.run(state)

@@ -1,0 +1,62 @@
+"""Checkpoints of a run: written whole or not at all, a few kept, loadable on any device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = 1
+
+
+class Checkpoints:
+    """`<folder>/step-<env steps>.pt`, the last few of them, and `best.pt`."""
+
+    def __init__(self, folder: Path, keep_last: int, keep_best: bool) -> None:
+        self._folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
+        self._best = float("-inf")
+        best = folder / "best.pt"
+        if best.exists():
+            self._best = load(best)["score"]
+
+    def save(self, env_steps: int, state: dict[str, Any], score: float | None) -> Path:
+        """Write one checkpoint; `score` (higher is better) decides whether it becomes the best."""
+        path = self._folder / f"step-{env_steps:012d}.pt"
+        state = {**state, "format": FORMAT, "score": float("-inf") if score is None else score}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _write(path, state)
+        for old in self._all()[: -self._keep_last]:
+            old.unlink()
+        if self._keep_best and score is not None and score > self._best:
+            self._best = score
+            _write(self._folder / "best.pt", state)
+        return path
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint, or None."""
+        return max(self._all(), default=None)
+
+    def _all(self) -> list[Path]:
+        return sorted(self._folder.glob("step-*.pt"))
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    """Through a temporary file: a run killed while saving keeps its previous checkpoint."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU; raises ValueError for one of another format."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}"
+        )
+    return state

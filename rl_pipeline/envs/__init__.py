@@ -1,0 +1,1 @@
+"""One adapter per backend: they alone know autoreset, episode accounting and preprocessing."""

@@ -1,0 +1,247 @@
+"""The half that all adapters share: one transition format, episode accounting, refusals."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from itertools import compress
+from typing import Any, NoReturn
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector import AutoresetMode
+
+from rl_pipeline.settings import EnvSettings
+from rl_pipeline.types import Continuous, Discrete, EnvSpec, Episode, Step
+
+
+def env_seeds(seed: int, num_envs: int) -> list[int]:
+    """One independent 31-bit seed per environment (seed + i would share some between runs)."""
+    return [int(s) >> 1 for s in np.random.SeedSequence(seed).generate_state(num_envs)]
+
+
+# obs, reward, terminated, truncated as the library gave them, and where a full game ended: None is
+# at every end; in a reset row it is a game that ended unseen before it.
+RawStep = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
+
+
+class BaseVecEnv(ABC):
+    """`types.VecEnv` over a library that resets on the step after an end (NEXT_STEP).
+
+    Raises ValueError for other autoreset modes, unsupported spaces, wrong actions and observations
+    or rewards that are not finite.
+    """
+
+    spec: EnvSpec
+
+    def __init__(
+        self,
+        env: EnvSettings,
+        *,
+        backend: str,
+        num_envs: int,
+        observation_space: Space,
+        action_space: Space,
+        metadata: Mapping[str, Any],
+        max_episode_steps: int | None,
+        reuses_obs: bool,
+    ):
+        """Spaces are those of one environment; `reuses_obs`: the library overwrites its arrays."""
+        task = env.envpool_id if backend == "envpool" else env.id
+        self._name = f"env={env.name} ({task}, backend={backend})"
+        mode = metadata.get("autoreset_mode")
+        if mode != AutoresetMode.NEXT_STEP:
+            raise ValueError(
+                f"{self._name} resets in mode {getattr(mode, 'name', mode)}; only NEXT_STEP is "
+                "understood, where the step after an end resets"
+            )
+        if not isinstance(observation_space, spaces.Box):
+            raise ValueError(
+                f"{self._name} observes a {type(observation_space).__name__} space; only Box is "
+                "supported: flatten it with a wrapper and register that"
+            )
+        dtype = observation_space.dtype
+        self._obs_dtype = np.dtype(np.float32) if dtype == np.float64 else np.dtype(dtype)
+        self._float_obs = self._obs_dtype.kind == "f"
+        self._reuses_obs = reuses_obs
+        self.spec = EnvSpec(
+            id=task or env.id,
+            backend=backend,
+            num_envs=num_envs,
+            obs_shape=tuple(observation_space.shape),
+            obs_dtype=self._obs_dtype,
+            action=self._read_actions(action_space, num_envs),
+            frame_skip=env.atari.frame_skip if env.atari else 1,
+            max_episode_steps=max_episode_steps,
+        )
+        self._clip_reward = env.atari is not None and env.atari.clip_reward
+        self._env_ids = np.arange(num_envs, dtype=np.int32)
+        self._env_ids.flags.writeable = False  # every Step shares it
+        self._ready = False
+        self._closed = False
+        self._num_steps = 0
+        self._episodes: list[Episode] = []
+        self._start_accounts()
+
+    def reset(self) -> np.ndarray:
+        """Start all episodes anew; returns obs [N, *obs_shape]. Unfinished games are forgotten."""
+        if self._closed:
+            raise RuntimeError(f"{self._name} is closed")
+        obs = self._own(self._reset())
+        expected = (self.spec.num_envs, *self.spec.obs_shape)
+        if obs.shape != expected:
+            raise ValueError(f"{self._name} observed shape {obs.shape}, its space says {expected}")
+        if self._float_obs and not math.isfinite(np.add.reduce(obs, axis=None)):
+            self._refuse_nonfinite("observation", obs)
+        self._start_accounts()
+        self._ready = True
+        return obs
+
+    def step(self, action: np.ndarray) -> Step:
+        """Step with one action each: integers [N] or floats [N, *action_shape], clipped to the box.
+
+        Raises ValueError for actions of another shape or kind, out of range or not finite, and for
+        observations or rewards that are not finite; RuntimeError before the first `reset`.
+        """
+        if not self._ready:
+            raise RuntimeError(f"{self._name}: reset() comes before step()")
+        obs, given, terminated, truncated, game_ended = self._step(self._checked(action))
+        self._num_steps += 1
+        obs = self._own(obs)
+        raw_reward = given.astype(np.float32)
+        # A sum is finite where its terms are (where only the sum overflows, nothing is refused).
+        # On N numbers a Python list beats numpy's reductions up to hundreds of environments.
+        total = sum(raw_reward.tolist())
+        if self._float_obs:
+            # Not a dot product: beyond 10,000 numbers BLAS would wake its threads beside the envs.
+            total += float(np.add.reduce(obs.reshape(-1)))
+        if not math.isfinite(total):
+            self._refuse_nonfinite("reward", raw_reward)
+            self._refuse_nonfinite("observation", obs)
+        # The call after an end only reset: its action was ignored and its reward is 0.
+        valid = ~self._ended
+        if self._any_ended:
+            self._started += self._ended
+        self._return_raw += given
+        if self._clip_reward:
+            reward = np.sign(raw_reward)
+            self._return_train += reward
+        else:
+            reward = raw_reward.copy()
+        self._ended = terminated | truncated
+        ended = self._ended.tolist()
+        self._any_ended = True in ended
+        if game_ended is not None:
+            ended = game_ended.tolist()
+        if True in ended:
+            self._close_games(ended)
+        return Step(obs, reward, raw_reward, terminated, truncated, valid, self._env_ids)
+
+    def pop_episodes(self) -> list[Episode]:
+        """The full games that ended since the last call."""
+        episodes, self._episodes = self._episodes, []
+        return episodes
+
+    def state(self) -> bytes | None:
+        """None: this backend cannot say where its environments are."""
+        return None
+
+    def load_state(self, state: bytes) -> np.ndarray:
+        """Refused where `state` is None."""
+        raise ValueError(f"{self._name} cannot continue from a saved state")
+
+    def close(self) -> None:
+        """Free all resources; a second call does nothing."""
+        if not self._closed:
+            self._closed, self._ready = True, False
+            self._close()
+
+    @abstractmethod
+    def _reset(self) -> np.ndarray:
+        """Start new games everywhere; returns the library's own obs."""
+
+    @abstractmethod
+    def _step(self, action: np.ndarray) -> RawStep:
+        """Step the library with a checked action."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Free the library's resources; called once."""
+
+    def _start_accounts(self) -> None:
+        num_envs = self.spec.num_envs
+        self._ended = np.zeros(num_envs, dtype=bool)  # on the previous step
+        self._any_ended = False
+        self._return_raw = np.zeros(num_envs)
+        self._return_train = np.zeros(num_envs) if self._clip_reward else self._return_raw
+        # A game's length is the steps since it started; its reset rows push that start forward.
+        self._started = np.full(num_envs, self._num_steps)
+
+    def _close_games(self, game_ended: list[bool]) -> None:
+        for i in compress(range(len(game_ended)), game_ended):
+            length = self._num_steps - self._started.item(i)
+            returns = self._return_raw.item(i), self._return_train.item(i)
+            self._episodes.append(Episode(i, *returns, length))
+            self._return_raw[i] = self._return_train[i] = 0
+            self._started[i] = self._num_steps
+
+    def _own(self, obs: np.ndarray) -> np.ndarray:
+        """The library's obs in the learner's dtype, as an array that nobody else writes to."""
+        return obs.astype(self._obs_dtype, copy=self._reuses_obs)
+
+    def _read_actions(self, space: Space, num_envs: int) -> Discrete | Continuous:
+        if isinstance(space, spaces.Discrete) and space.start == 0:
+            self._action_shape: tuple[int, ...] = (num_envs,)
+            self._action_dtype = np.dtype(space.dtype)
+            self._legal = frozenset(range(int(space.n)))
+            return Discrete(int(space.n))
+        if isinstance(space, spaces.Box) and np.dtype(space.dtype).kind == "f":
+            self._action_shape = (num_envs, *space.shape)
+            self._action_dtype = np.dtype(space.dtype)
+            self._legal = frozenset()
+            self._low, self._high = space.low, space.high
+            return Continuous(space.low.astype(np.float32), space.high.astype(np.float32))
+        raise ValueError(
+            f"{self._name} takes actions of {space}; only Discrete starting at 0 and Box of floats "
+            "are supported"
+        )
+
+    def _checked(self, action: np.ndarray) -> np.ndarray:
+        """The action in the library's dtype; a wrong one would step silently, or abort EnvPool."""
+        action = np.asarray(action)
+        if action.shape != self._action_shape:
+            raise ValueError(
+                f"{self._name}: action has shape {action.shape}, {self._action_shape} is meant"
+            )
+        if self._legal:
+            if action.dtype.kind not in "iu" or not self._legal.issuperset(action.tolist()):
+                self._refuse_discrete(action)
+            return action.astype(self._action_dtype, copy=False)
+        if action.dtype.kind not in "fiu":
+            raise ValueError(f"{self._name}: action has dtype {action.dtype}, floats are meant")
+        if not math.isfinite(np.add.reduce(action, axis=None)):
+            self._refuse_nonfinite("action", action)
+        clipped = np.minimum(np.maximum(action, self._low), self._high)
+        return clipped.astype(self._action_dtype, copy=False)
+
+    def _refuse_discrete(self, action: np.ndarray) -> NoReturn:
+        bad = np.zeros(len(action), dtype=bool)
+        if action.dtype.kind in "iuf":
+            bad = ~((action >= 0) & (action < len(self._legal)) & (action == np.floor(action)))
+        env = int(bad.argmax())  # 0 where only the dtype is wrong
+        raise ValueError(
+            f"{self._name}: action of environment {env} is {action[env]} ({action.dtype}), "
+            f"an integer from 0 to {len(self._legal) - 1} is meant"
+        )
+
+    def _refuse_nonfinite(self, what: str, values: np.ndarray) -> None:
+        """Raise where a value is NaN or infinite; return where only the sum overflowed."""
+        bad = np.argwhere(~np.isfinite(values))
+        if len(bad):
+            env, *place = bad[0].tolist()
+            where = f" (at {place})" if place else ""
+            raise ValueError(
+                f"{self._name}: {what} of environment {env} is {values[tuple(bad[0])]}{where} at "
+                f"step {self._num_steps} of the run; it must be finite"
+            )

@@ -1,0 +1,147 @@
+"""Gymnasium's synchronous vector environment."""
+
+from __future__ import annotations
+
+import difflib
+import pickle
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.utils import EzPickle
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from rl_pipeline.envs.base import BaseVecEnv, RawStep, env_seeds
+from rl_pipeline.settings import EnvSettings
+
+
+class GymnasiumVecEnv(BaseVecEnv):
+    """Any Gymnasium id, also `package.module:Id`, stepped in a loop in this process.
+
+    `state()` continues exactly for environments that pickle with their state (classic control,
+    plain Python ones).
+    """
+
+    def __init__(self, env: EnvSettings, num_envs: int, seed: int):
+        """Raise ValueError for an id, package or constructor argument that does not work here."""
+        self._atari = env.kind == "atari"
+        self._seeds: list[int] | None = env_seeds(seed, num_envs)
+        make = partial(_make_atari if self._atari else _make, env)
+        self._vec = SyncVectorEnv(
+            [make] * num_envs, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP
+        )
+        first = self._vec.envs[0]
+        super().__init__(
+            env,
+            backend="gymnasium",
+            num_envs=num_envs,
+            observation_space=self._vec.single_observation_space,
+            action_space=self._vec.single_action_space,
+            metadata=self._vec.metadata,
+            max_episode_steps=(
+                first.max_episode_steps
+                if self._atari
+                else first.spec and first.spec.max_episode_steps
+            ),
+            reuses_obs=True,
+        )
+
+    def state(self) -> bytes | None:
+        """Everything needed to continue exactly, or None where an environment does not pickle."""
+        # EzPickle brings an environment back as constructed, not as it was.
+        if any(isinstance(layer, EzPickle) for env in self._vec.envs for layer in _layers(env)):
+            return None
+        try:
+            return pickle.dumps(
+                {
+                    "envs": self._vec.envs,
+                    "resets_next": self._vec._autoreset_envs,
+                    "obs": self._vec._observations,
+                    "accounts": (self._return_raw, self._return_train, self._started),
+                    "ended": self._ended,
+                    "episodes": self._episodes,
+                    "num_steps": self._num_steps,
+                    "seeds": self._seeds,
+                    "ready": self._ready,
+                }
+            )
+        except (pickle.PicklingError, TypeError, AttributeError):
+            return None
+
+    def load_state(self, state: bytes) -> np.ndarray:
+        """Continue from `state`; returns the current obs [N, *obs_shape]."""
+        saved = pickle.loads(state)
+        if len(saved["envs"]) != self.spec.num_envs:
+            raise ValueError(
+                f"{self._name}: the saved state has {len(saved['envs'])} environments, "
+                f"backend.num_envs={self.spec.num_envs}"
+            )
+        for env in self._vec.envs:
+            env.close()
+        self._vec.envs = saved["envs"]
+        self._vec._autoreset_envs = saved["resets_next"]
+        self._vec._observations = saved["obs"]
+        self._return_raw, self._return_train, self._started = saved["accounts"]
+        self._ended, self._episodes = saved["ended"], saved["episodes"]
+        self._num_steps, self._seeds, self._ready = (
+            saved["num_steps"],
+            saved["seeds"],
+            saved["ready"],
+        )
+        return self._own(self._vec._observations)
+
+    def _reset(self) -> np.ndarray:
+        # Seeded once: later resets go on with the environments' own generators.
+        seeds, self._seeds = self._seeds, None
+        options = {"new_game": True} if self._atari else None
+        return self._vec.reset(seed=seeds, options=options)[0]
+
+    def _step(self, action: np.ndarray) -> RawStep:
+        obs, reward, terminated, truncated, _ = self._vec.step(action)
+        game_ended = None
+        if self._atari:
+            game_ended = np.array([env.game_ended for env in self._vec.envs])
+        return obs, reward, terminated, truncated, game_ended
+
+    def _close(self) -> None:
+        self._vec.close()
+
+
+def _layers(env: gym.Env) -> list[gym.Env]:
+    layers = [env]
+    while isinstance(layers[-1], gym.Wrapper):
+        layers.append(layers[-1].env)
+    return layers
+
+
+def _make(env: EnvSettings, **fixed) -> gym.Env:
+    """One environment of the task; `fixed` arguments come before `env.kwargs`."""
+    limit = {} if env.max_episode_steps is None else {"max_episode_steps": env.max_episode_steps}
+    try:
+        # Our own checks replace the passive checker's.
+        return gym.make(env.id, disable_env_checker=True, **limit, **{**fixed, **env.kwargs})
+    except gym.error.DependencyNotInstalled as error:
+        raise ValueError(
+            f"env.id={env.id} needs a package that is not installed: {error}"
+        ) from error
+    except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, ModuleNotFoundError) as error:
+        near = difflib.get_close_matches(env.id, gym.registry, n=3)
+        hint = f"; near matches: {', '.join(near)}" if near else ""
+        raise ValueError(f"env.id={env.id} does not exist for Gymnasium: {error}{hint}") from error
+    except TypeError as error:
+        if not env.kwargs:
+            raise
+        raise ValueError(f"env.kwargs={env.kwargs} do not fit env.id={env.id}: {error}") from error
+
+
+def _make_atari(env: EnvSettings) -> gym.Env:
+    try:
+        from rl_pipeline.envs.atari import AtariEnv, emulator_settings
+    except ImportError as error:
+        raise ValueError(
+            f"env.id={env.id} on backend=gymnasium needs ale-py and opencv-python-headless: "
+            f"pip install them, or use backend=envpool ({error})"
+        ) from error
+    fixed = emulator_settings(env)
+    game = _make(env.model_copy(update={"max_episode_steps": None}), **fixed)
+    return AtariEnv(game, env)

@@ -1,0 +1,63 @@
+"""The synchronous loop: act, step, store, and learn whenever the buffer holds a horizon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_pipeline.buffers.rollout import RolloutBuffer
+from rl_pipeline.phases import NullPhases, Phases
+from rl_pipeline.types import Learner, Metrics, VecEnv
+
+
+@dataclass
+class Counters:
+    """Three separate counts of work, and what came of it."""
+
+    env_steps: int = 0
+    """Valid agent steps summed over environments."""
+    updates: int = 0
+    """Optimizer steps applied."""
+    episodes: int = 0
+    """Full games."""
+    skipped_updates: int = 0
+    """Optimizer steps refused because of non-finite gradients (precision=fp16)."""
+    rollouts: int = 0
+
+
+def run(
+    envs: VecEnv,
+    buffer: RolloutBuffer,
+    learner: Learner,
+    phases: Phases | NullPhases,
+    counters: Counters,
+    total_steps: int,
+    obs: np.ndarray,
+    after_update: Callable[[np.ndarray, Metrics], bool],
+) -> None:
+    """Train until `after_update` says stop; `total_steps` is what the schedules run over.
+
+    `obs` [N, ...] is where the environments stand. `after_update(obs, metrics)` runs between
+    rollouts, where everything is consistent: the place to log, evaluate, save and stop.
+    """
+    while True:
+        with phases("act"):
+            action, extras = learner.act(obs)
+        with phases("env"):
+            step = envs.step(action)
+        with phases("store"):
+            buffer.add(obs, action, extras, step)
+        obs = step.obs
+        counters.env_steps += int(np.count_nonzero(step.valid))
+        if not buffer.full:
+            continue
+        with phases("h2d"):
+            rollout = buffer.take(obs)
+        with phases("learn"):
+            metrics = learner.update(rollout, min(counters.env_steps / total_steps, 1.0))
+        counters.rollouts += 1
+        counters.updates += int(metrics["updates"])
+        if after_update(obs, metrics):
+            return

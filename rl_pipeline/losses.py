@@ -1,0 +1,108 @@
+"""Pure functions of tensors: what is estimated and what is minimised."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def gae(
+    reward: Tensor,
+    discount: Tensor,
+    ended: Tensor,
+    valid: Tensor,
+    values: Tensor,
+    gamma: float,
+    lam: float,
+) -> Tensor:
+    """Generalised advantage estimates [T, N] (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
+
+    reward, discount, ended, valid [T, N]; values [T+1, N], where row t+1 is V of the state that
+    row t led to: after an end that is the true last observation, because the next row holds it.
+    `discount` is 0 at a termination, else 1, so that a truncation bootstraps. `ended` cuts the
+    recursion at both. Rows that are not valid (resets) get 0 and pass nothing on.
+    """
+    # A reset row may hold anything; multiplying by a mask would let a NaN or inf through.
+    zero = torch.zeros((), dtype=values.dtype, device=values.device)
+    delta = torch.where(valid, reward + gamma * discount * values[1:] - values[:-1], zero)
+    decay = torch.where(valid & ~ended, gamma * lam, zero)
+    # Rows as a list: T steps of two small kernels on prepared views.
+    advantage, rows = torch.zeros_like(values[0]), []
+    for d, k in zip(reversed(delta.unbind(0)), reversed(decay.unbind(0)), strict=True):
+        advantage = torch.addcmul(d, k, advantage)
+        rows.append(advantage)
+    return torch.stack(rows[::-1])
+
+
+def masked_mean(x: Tensor, weight: Tensor) -> Tensor:
+    """Mean of x [B] over the rows whose weight [B] is 1; 0 where there is none."""
+    return torch.where(weight > 0, x, 0).sum() / weight.sum().clamp(min=1)
+
+
+def masked_standardize(x: Tensor, weight: Tensor) -> Tensor:
+    """x [B] with mean 0 and standard deviation 1 over the rows whose weight [B] is 1."""
+    mean = masked_mean(x, weight)
+    count = weight.sum()
+    variance = torch.where(weight > 0, (x - mean) ** 2, 0).sum() / (count - 1).clamp(min=1)
+    return (x - mean) / (variance.sqrt() + 1e-8)
+
+
+class PPOTerms(NamedTuple):
+    """Scalars of one PPO loss."""
+
+    loss: Tensor
+    policy_loss: Tensor
+    value_loss: Tensor
+    entropy: Tensor
+    approx_kl: Tensor
+    clip_fraction: Tensor
+    max_abs_log_ratio: Tensor
+
+
+def ppo_loss(
+    log_prob: Tensor,
+    entropy: Tensor,
+    value: Tensor,
+    old_log_prob: Tensor,
+    old_value: Tensor,
+    advantage: Tensor,
+    value_target: Tensor,
+    weight: Tensor,
+    ratio_clip: float,
+    value_clip: float | None,
+    value_coef: float,
+    entropy_coef: float,
+    normalize_advantage: bool,
+) -> PPOTerms:
+    """Clipped surrogate loss (Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9).
+
+    All inputs [B] float32; `weight` is 1 for valid rows and 0 for reset rows, which have no
+    influence. The value loss is half the squared error, clipped around the old value as in
+    openai/baselines where `value_clip` is given. approx_kl is E[(r - 1) - log r], the low-variance
+    estimator (Schulman 2020).
+    """
+    if normalize_advantage:
+        advantage = masked_standardize(advantage, weight)
+    log_ratio = torch.where(weight > 0, log_prob - old_log_prob, 0)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - ratio_clip, 1 + ratio_clip)
+    policy_loss = -masked_mean(torch.minimum(ratio * advantage, clipped * advantage), weight)
+
+    error = (value - value_target) ** 2
+    if value_clip is not None:
+        near = old_value + (value - old_value).clamp(-value_clip, value_clip)
+        error = torch.maximum(error, (near - value_target) ** 2)
+    value_loss = 0.5 * masked_mean(error, weight)
+
+    mean_entropy = masked_mean(entropy, weight)
+    loss = policy_loss + value_coef * value_loss - entropy_coef * mean_entropy
+    with torch.no_grad():
+        approx_kl = masked_mean(ratio - 1 - log_ratio, weight)
+        clip_fraction = masked_mean(((ratio - 1).abs() > ratio_clip).float(), weight)
+        max_abs_log_ratio = log_ratio.abs().max()
+    return PPOTerms(
+        loss, policy_loss.detach(), value_loss.detach(), mean_entropy.detach(),
+        approx_kl, clip_fraction, max_abs_log_ratio,
+    )  # fmt: skip

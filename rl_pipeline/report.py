@@ -1,0 +1,168 @@
+"""What people read: the summary of a run and the table of a sweep."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def objective(result: dict[str, Any]) -> float:
+    """What a sweep maximises: the evaluated return, else that of training, else NaN."""
+    if result.get("status") != "finished":
+        return math.nan
+    returns = result["returns"]
+    values = (returns["eval_mean"], returns["train_mean"])
+    return next((float(v) for v in values if v is not None), math.nan)
+
+
+def print_summary(result: dict[str, Any], console: Console | None = None) -> None:
+    """A finished run on one screen."""
+    console = console or Console(highlight=False)
+    returns, rate, counters = result["returns"], result["throughput"], result["counters"]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column()
+    task = result["task"]
+    grid.add_row(
+        "run", f"{task['algo']} on {task['id']}, seed {result['seed']}, {result['status']}"
+    )
+    if result["reason"]:
+        grid.add_row("", str(result["reason"]))
+    if returns["eval_mean"] is not None:
+        grid.add_row(
+            "return",
+            f"{returns['eval_mean']:.1f} +- {returns['eval_std']:.1f}  (greedy policy, "
+            f"{returns['episodes']} full games on fresh seeds)",
+        )
+    if returns["train_mean"] is not None:
+        grid.add_row("", f"{returns['train_mean']:.1f}  (last training episodes)")
+    steady = "steady state" if rate["steady"] else "whole run: too short for a steady state"
+    spread = f", spread {rate['window_spread']:.0%}" if rate["window_spread"] is not None else ""
+    grid.add_row(
+        "speed",
+        f"{rate['env_steps_per_s']:,.0f} env steps/s, {rate['updates_per_s']:,.0f} updates/s  "
+        f"({steady} of {rate['steady_s']:.0f} s{spread})",
+    )
+    grid.add_row(
+        "work",
+        f"{counters['env_steps']:,} env steps, {counters['updates']:,} updates, "
+        f"{counters['episodes']:,} games in {rate['wall_s']:.1f} s "
+        f"(warm-up {rate['warmup_s']:.1f} s; start-up {_startup(result)} s before)",
+    )
+    if "phases" in result:
+        shares = [f"{name} {p['share']:.0%}" for name, p in result["phases"].items()]
+        grid.add_row("time", "  ".join(shares[:8]))
+        if found := result["bottleneck"]:
+            bound = found["upper_bound_speedup"]
+            gain = f"at most {bound:.1f}x faster if it were free" if bound else ""
+            grid.add_row("bottleneck", f"{found['phase']} ({found['share']:.0%}): {gain}")
+    grid.add_row("folder", str(result["folder"]))
+    tracked = result.get("tracking", {})
+    if tracked.get("run_id"):
+        if tracked.get("trouble"):
+            grid.add_row("mlflow", f"store trouble: {tracked['trouble']}; the rows are kept")
+        grid.add_row("mlflow", how_to_open(tracked["uri"]))
+    elif tracked.get("trouble") or tracked.get("pending"):
+        grid.add_row("mlflow", f"not reached ({tracked.get('trouble')}); rows in metrics.jsonl")
+        grid.add_row(
+            "", f"ship them later: python -m rl_pipeline.telemetry.writer {result['folder']}"
+        )
+    console.print()
+    console.print(grid)
+
+
+def _startup(result: dict[str, Any]) -> str:
+    seconds = result["startup"].get("until_first_step_s")
+    return "?" if seconds is None else f"{seconds:.1f}"
+
+
+def how_to_open(uri: str) -> str:
+    """How to look at a store."""
+    if uri.startswith("http"):
+        return f"open {uri}"
+    if uri.startswith("sqlite:///") and uri == f"sqlite:///{Path.cwd() / 'mlflow.db'}":
+        return "make ui  (or: mlflow ui --backend-store-uri sqlite:///mlflow.db)"
+    return f"mlflow ui --backend-store-uri {uri}"
+
+
+def load_results(sweep_dir: Path) -> list[dict[str, Any]]:
+    """result.json of every job of a sweep, in job order."""
+    jobs = [p for p in sweep_dir.iterdir() if p.name.isdigit()] if sweep_dir.is_dir() else []
+    results = []
+    for job in sorted(jobs, key=lambda p: int(p.name)):
+        path = job / "result.json"
+        if path.exists():
+            results.append(json.loads(path.read_text()))
+        else:
+            results.append({"status": "failed", "reason": "no result.json", "overrides": []})
+    return results
+
+
+def group(results: Sequence[dict[str, Any]], varied: Sequence[str]) -> dict[str, list[dict]]:
+    """Results by what varied, the seed aside; in order of appearance."""
+    groups: dict[str, list[dict]] = {}
+    for result in results:
+        parts = [
+            o for o in result["overrides"]
+            if o.split("=")[0].lstrip("+") in varied and not o.startswith("seed=")
+        ]  # fmt: skip
+        groups.setdefault(" ".join(parts) or "all", []).append(result)
+    return groups
+
+
+def sweep_rows(
+    results: Sequence[dict[str, Any]], varied: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a sweep's table: one row per setting, over its seeds."""
+    header = ["setting", "runs", "env steps/s", "range", "vs first", "return", "range ", "failed"]
+    rows: list[list[str]] = []
+    baseline: float | None = None
+    for name, members in group(results, varied).items():
+        done = [r for r in members if r["status"] == "finished"]
+        failed = len(members) - len(done)
+        if not done:
+            rows.append([name, str(len(members)), "-", "", "", "-", "", str(failed)])
+            continue
+        rates = [r["throughput"]["env_steps_per_s"] for r in done]
+        returns = [objective(r) for r in done]
+        rate = statistics.median(rates)
+        if baseline is None:
+            baseline = rate
+        rows.append([
+            name, str(len(members)), f"{rate:,.0f}", f"{min(rates):,.0f} - {max(rates):,.0f}",
+            f"{rate / baseline:.2f}x", f"{statistics.mean(returns):.1f}",
+            f"{min(returns):.1f} - {max(returns):.1f}", str(failed) if failed else "",
+        ])  # fmt: skip
+    return header, rows
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def print_sweep(
+    results: Sequence[dict[str, Any]], varied: Sequence[str], console: Console | None = None
+) -> str:
+    """Print a sweep's table and its failures; returns the table as Markdown."""
+    console = console or Console(highlight=False)
+    header, rows = sweep_rows(results, varied)
+    table = Table(caption="median env steps/s and mean return over runs; ranges are min - max")
+    for i, title in enumerate(header):
+        table.add_column(title.strip(), justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for result in results:
+        if result["status"] != "finished":
+            name = " ".join(result["overrides"])
+            console.print(f"[red]{result['status']}[/] {name}\n    {result['reason']}")
+    return markdown(header, rows)

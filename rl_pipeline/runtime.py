@@ -1,0 +1,163 @@
+"""Device, arithmetic, optimizer step, random streams and threads; says why it chose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from rl_pipeline.cpus import cpu_budget
+from rl_pipeline.settings import Settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+STREAMS = ("envs", "eval", "init", "act", "update")
+"""Independent random streams of a run; the order is part of what a seed means."""
+
+
+def stream_seed(seed: int, stream: str, index: int = 0) -> int:
+    """A 31-bit seed of one named stream, independent of the other streams of the same run."""
+    words = np.random.SeedSequence([seed, STREAMS.index(stream), index]).generate_state(1)
+    return int(words[0] >> 1)
+
+
+@dataclass(frozen=True)
+class ThreadPlan:
+    """How the CPU budget is shared out."""
+
+    budget: int
+    torch_threads: int
+    env_threads: int
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def thread_plan(settings: Settings, budget: int, reason: str) -> ThreadPlan:
+    """Share `budget` cores between torch and EnvPool, which take turns in mode=sync.
+
+    The user's OMP_NUM_THREADS and backend.num_threads win.
+    """
+    reasons = {"budget": f"{budget} cores ({reason})"}
+    if user := os.environ.get("OMP_NUM_THREADS"):
+        torch_threads = int(user)
+        reasons["torch"] = f"{user} (OMP_NUM_THREADS)"
+    elif settings.network.name == "mlp":
+        # Small matrix products lose more to waking a second thread than they gain.
+        torch_threads = 1
+        reasons["torch"] = "1 (a small MLP is faster on one thread)"
+    else:
+        torch_threads = budget
+        reasons["torch"] = f"{budget} (convolutions use the whole budget)"
+    if settings.backend.name == "gymnasium":
+        env_threads = 1
+        reasons["envs"] = "1 (backend=gymnasium steps in the training thread)"
+    elif settings.backend.num_threads != "auto":
+        env_threads = settings.backend.num_threads
+        reasons["envs"] = f"{env_threads} (backend.num_threads)"
+    elif settings.env.kind == "classic" and settings.backend.num_envs < 256:
+        # Measured: below about 256 environments the hand-off to a second thread costs more than
+        # it saves on tasks of a microsecond a step.
+        env_threads = 1
+        reasons["envs"] = "1 (a second thread slows cheap environments below 256)"
+    else:
+        env_threads = min(budget, settings.backend.num_envs)
+        reasons["envs"] = f"{env_threads} (the budget, at most one per environment)"
+    return ThreadPlan(budget, torch_threads, env_threads, reasons)
+
+
+def choose_device(name: str) -> tuple[torch.device, str]:
+    """The device and the reason for it.
+
+    Raises ValueError for device=cuda where torch sees no CUDA device.
+    """
+    if name == "cpu":
+        return torch.device("cpu"), "device=cpu"
+    if torch.cuda.is_available():
+        return torch.device("cuda"), f"{torch.cuda.get_device_name()} (device={name})"
+    why = (
+        "this torch is built without CUDA"
+        if torch.version.cuda is None
+        else "torch sees no CUDA device"
+    )
+    if name == "cuda":
+        raise ValueError(f"device=cuda cannot run here: {why}; use device=cpu or device=auto")
+    return torch.device("cpu"), f"cpu (device=auto: {why})"
+
+
+class Adam:
+    """Global-norm clipping and Adam on one flat parameter vector."""
+
+    def __init__(
+        self, params: torch.Tensor, grads: torch.Tensor, eps: float, max_grad_norm: float
+    ) -> None:
+        # One tensor and one fused kernel instead of a Python loop over a dozen small tensors.
+        self._flat = torch.nn.Parameter(params)
+        self._flat.grad = grads
+        self._grads, self._max_norm = grads, max_grad_norm
+        self._adam = torch.optim.Adam([self._flat], eps=eps, fused=True)
+
+    def step(self, learning_rate: float) -> torch.Tensor:
+        """Apply the gradients once and zero them; returns their global norm before clipping."""
+        norm = torch.linalg.vector_norm(self._grads)
+        self._grads.mul_((self._max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._adam.param_groups[0]["lr"] = learning_rate
+        self._adam.step()
+        self._grads.zero_()
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and step count."""
+        return self._adam.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self._adam.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What the networks run on and with. One form so far: fp32, eager."""
+
+    device: torch.device
+    device_reason: str
+    threads: ThreadPlan
+    seed: int
+
+    def compile(self, function: F) -> F:
+        """`function` as compile=eager runs it: unchanged."""
+        return function
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of one forward pass; does nothing in fp32."""
+        return nullcontext()
+
+    def optimizer(
+        self, params: torch.Tensor, grads: torch.Tensor, eps: float, max_grad_norm: float
+    ) -> Adam:
+        """The optimizer step over the flat vectors."""
+        return Adam(params, grads, eps, max_grad_norm)
+
+    def generator(self, stream: str) -> torch.Generator:
+        """A fresh generator of one of the run's streams, on the device."""
+        return torch.Generator(self.device).manual_seed(stream_seed(self.seed, stream))
+
+    def new_event(self) -> Callable[[], Any] | None:
+        """Factory of timing events where work is asynchronous, else None."""
+        if self.device.type == "cpu":
+            return None
+        return lambda: torch.cuda.Event(enable_timing=True)
+
+
+def make_runtime(settings: Settings, seed: int) -> Runtime:
+    """Choose device and threads and apply them to this process."""
+    device, reason = choose_device(settings.device.name)
+    plan = thread_plan(settings, *cpu_budget())
+    torch.set_num_threads(plan.torch_threads)
+    # precision=fp32 says fp32: a TF32 default of the library must not slip in.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    return Runtime(device, reason, plan, seed)

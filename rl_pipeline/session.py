@@ -1,0 +1,276 @@
+"""One run from its first step to result.json: log, evaluate, save, stop, and say how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from rl_pipeline.buffers.rollout import RolloutBuffer
+from rl_pipeline.checkpoint import Checkpoints
+from rl_pipeline.loops import sync
+from rl_pipeline.phases import NullPhases, Phases
+from rl_pipeline.settings import Settings
+from rl_pipeline.telemetry.hardware import HardwareSampler
+from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView
+from rl_pipeline.telemetry.recorder import Recorder, bottleneck
+from rl_pipeline.telemetry.tracker import NullTracker, Tracker
+from rl_pipeline.types import Learner, Metrics, VecEnv
+
+DRAIN_S = 60.0
+"""How long a finished run waits for the tracking store to take the last rows."""
+
+
+class Killed(BaseException):
+    """The run was told to stop; carries the signal's name."""
+
+
+class StopRequest:
+    """SIGINT and SIGTERM as a request, honoured between updates, where the state is whole.
+
+    A second SIGINT interrupts at once.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def _on_signal(self, number: int, _: object) -> None:
+        if self.reason:
+            raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals inside the block, where this is the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+@dataclass
+class Session:
+    """The parts of a run, built by build.py, and what happens to them."""
+
+    settings: Settings
+    folder: Path
+    facts: dict[str, Any]
+    """Parts of result.json that are known before the first step."""
+    envs: VecEnv
+    buffer: RolloutBuffer
+    learner: Learner
+    phases: Phases | NullPhases
+    recorder: Recorder
+    tracker: Tracker | NullTracker
+    hardware: HardwareSampler
+    progress: Progress | NullProgress
+    checkpoints: Checkpoints
+    evaluate: Callable[[int], np.ndarray]
+    """Scores of the n-th evaluation of this run."""
+    counters: sync.Counters = field(default_factory=sync.Counters)
+    stop: StopRequest = field(default_factory=StopRequest)
+    _scores: np.ndarray | None = None
+    _evals: int = 0
+    _next_eval: int = 0
+    _next_save: int = 0
+    _note: str = ""
+
+    def run(self, resume_from: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Train to the end; returns result.json's object, which is written in every case.
+
+        Raises what stopped the run: an error of a part, or Killed after a signal.
+        """
+        status, reason = "failed", None
+        try:
+            with self.stop.installed():
+                reason = self._train(resume_from)
+            status = "killed" if self.stop.reason else "finished"
+            if self.stop.reason:
+                raise Killed(self.stop.reason)
+        except (KeyboardInterrupt, Killed) as error:
+            status, reason = "killed", str(error) or "SIGINT"
+            raise
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            result = self._finish(status, reason)
+        return result
+
+    def _train(self, state: dict[str, Any] | None) -> str | None:
+        obs = self._restore(state) if state else self.envs.reset()
+        self._next_eval = self._after(self.settings.eval.every_steps)
+        self._next_save = self._after(self.settings.checkpoint.every_steps)
+        self.facts["startup"]["until_first_step_s"] = time.time() - psutil.Process().create_time()
+        self.recorder.start(self.counters)
+        sync.run(
+            self.envs, self.buffer, self.learner, self.phases, self.counters,
+            self.settings.total_steps, obs, self._after_update,
+        )  # fmt: skip
+        return self._note or None
+
+    def _after(self, every: int) -> int:
+        """The next multiple of `every` env steps; never, for 0."""
+        return (self.counters.env_steps // every + 1) * every if every else 2**62
+
+    def _after_update(self, obs: np.ndarray, metrics: Metrics) -> bool:
+        """Between rollouts: all that is not training. True stops the loop."""
+        with self.phases("log"):
+            games = self.envs.pop_episodes()
+            self.counters.episodes += len(games)
+            self.recorder.episodes(games)
+        steps, total = self.counters.env_steps, self.settings.total_steps
+        done = steps >= total
+        if self.stop.reason:
+            done = True
+        if self.settings.max_wall_s and self.recorder.elapsed_s >= self.settings.max_wall_s:
+            self._note = f"max_wall_s={self.settings.max_wall_s:g} reached"
+            done = True
+        if self.settings.eval.episodes and not self.stop.reason:
+            if steps >= self._next_eval or (done and steps):
+                self._evaluate()
+                self._next_eval = self._after(self.settings.eval.every_steps)
+        if done or self.recorder.due:
+            with self.phases("log"):
+                self._show(self.recorder.tick(self.counters, metrics))
+        if done or steps >= self._next_save:
+            self._save(obs)
+            self._next_save = self._after(self.settings.checkpoint.every_steps)
+        return done
+
+    def _show(self, row: dict[str, float]) -> None:
+        rate = row["throughput/env_steps_per_s"]
+        left = self.settings.total_steps - self.counters.env_steps
+        self.progress.update(
+            ProgressView(
+                env_steps=self.counters.env_steps,
+                env_steps_per_s=rate,
+                return_mean=self.recorder.return_mean,
+                episodes=self.counters.episodes,
+                elapsed_s=self.recorder.elapsed_s,
+                eta_s=max(left, 0) / rate if rate else None,
+                phases={
+                    name.removeprefix("phase/").removesuffix("_share"): share
+                    for name, share in row.items()
+                    if name.startswith("phase/")
+                },
+                note="",
+            )
+        )
+
+    def _evaluate(self) -> None:
+        with self.phases("eval"), self.recorder.excluded():
+            self._scores = self.evaluate(self._evals)
+        self._evals += 1
+        mean = float(self._scores.mean())
+        self.recorder.write(self.counters.env_steps, {"return/eval": mean})
+        self.progress.message(
+            f"evaluation at {self.counters.env_steps:,} env steps: return {mean:.1f} "
+            f"+- {self._scores.std():.1f} over {len(self._scores)} games"
+        )
+
+    def _save(self, obs: np.ndarray) -> None:
+        with self.phases("checkpoint"), self.recorder.excluded():
+            env_state = self.envs.state()
+            score = self.recorder.return_mean
+            if self._scores is not None:
+                score = float(self._scores.mean())
+            state = {
+                "learner": self.learner.state_dict(),
+                "counters": asdict(self.counters),
+                "evals": self._evals,
+                "obs": torch.from_numpy(obs.copy()),
+                "env_state": None
+                if env_state is None
+                else torch.frombuffer(bytearray(env_state), dtype=torch.uint8),
+                "settings": self.settings.model_dump(mode="json"),
+            }
+            self.checkpoints.save(self.counters.env_steps, state, score)
+
+    def _restore(self, state: dict[str, Any]) -> np.ndarray:
+        self.learner.load_state_dict(state["learner"])
+        self.counters = sync.Counters(**state["counters"])
+        self._evals = state["evals"]
+        exact = state["env_state"] is not None
+        self.facts["resume"] = {"from_env_steps": self.counters.env_steps, "exact": exact}
+        if exact:
+            return self.envs.load_state(state["env_state"].numpy().tobytes())
+        # This backend cannot export its environments: new episodes begin here.
+        return self.envs.reset()
+
+    def _finish(self, status: str, reason: str | None) -> dict[str, Any]:
+        self.envs.close()
+        self.progress.close()
+        self.recorder.close()
+        self.hardware.close()
+        result = self._result(status, reason)
+        _write_json(self.folder / "result.json", result)
+        tracked = self.tracker.finish(DRAIN_S)
+        # The tracker's own last figures are known only now.
+        result["tracking"] = tracked
+        _write_json(self.folder / "result.json", result)
+        return result
+
+    def _result(self, status: str, reason: str | None) -> dict[str, Any]:
+        phases = self.recorder.phases()
+        scores = self._scores
+        tracked = self.tracker.state()
+        wall = max(self.recorder.wall_s, 1e-9)
+        cost = {
+            "phases_s": self.phases.entries * Phases.cost_s() if self.phases.entries else 0.0,
+            "recorder_s": self.recorder.cpu_s,
+            "progress_s": self.progress.cpu_s,
+            "hardware_s": self.hardware.cpu_s,
+            "tracker_s": tracked.get("cpu_s") or 0.0,
+        }
+        result = {
+            "status": status,
+            "reason": reason,
+            **self.facts,
+            "counters": {
+                "env_steps": self.counters.env_steps,
+                "frames": self.counters.env_steps * self.envs.spec.frame_skip,
+                "updates": self.counters.updates,
+                "episodes": self.counters.episodes,
+                "skipped_updates": self.counters.skipped_updates,
+            },
+            "throughput": self.recorder.throughput(),
+            "returns": {
+                "train_mean": self.recorder.return_mean,
+                "eval_mean": None if scores is None else float(scores.mean()),
+                "eval_std": None if scores is None else float(scores.std()),
+                "episodes": 0 if scores is None else len(scores),
+                "eval_scores": [] if scores is None else [float(s) for s in scores],
+            },
+            "compile": {"graphs": 0, "recompiles": 0, "graph_breaks": 0},
+            "accounting": {**cost, "share_of_wall": sum(cost.values()) / wall},
+            "hardware": self.hardware.facts(),
+            "tracking": tracked,
+        }
+        if phases:
+            result["phases"] = phases
+            result["bottleneck"] = bottleneck(phases)
+        return result
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all: others poll for this file."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,262 @@
+"""Every setting of a run as frozen, typed values; the text under a field is its documentation.
+
+Built by `config.load` from the composed YAML. This module imports no heavy package, so that a bad
+value is answered in well under two seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+def _refuse_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is meant, not true or false")
+    return value
+
+
+# `1e6` arrives from Hydra as a float: pydantic takes integral floats as integers, refuses others.
+Int = Annotated[int, BeforeValidator(_refuse_bool)]
+Float = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
+PositiveInt = Annotated[Int, Field(gt=0)]
+Count = Annotated[Int, Field(ge=0)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegative = Annotated[Float, Field(ge=0)]
+Fraction = Annotated[Float, Field(ge=0, le=1)]
+
+
+class Frozen(BaseModel):
+    """Immutable, refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class AtariSettings(Frozen):
+    """Preprocessing of a game, the same on every backend."""
+
+    frame_skip: PositiveInt = 4
+    """Emulator frames per agent step; the last two are max-pooled."""
+    frame_stack: PositiveInt = 4
+    screen_size: PositiveInt = 84
+    noop_max: Count = 30
+    """Up to this many no-ops at every reset."""
+    fire_reset: bool = True
+    """Press FIRE after every reset, where the game has that action."""
+    episodic_life: bool = True
+    """The loss of a life ends the learner's episode; scores still count full games."""
+    clip_reward: bool = True
+    """The learner sees the sign of the reward; scores use the raw one."""
+    sticky_actions: Fraction = 0.0
+    """Probability that the emulator repeats the previous action."""
+
+
+class EnvSettings(Frozen):
+    """The task."""
+
+    name: str
+    id: str
+    """Gymnasium id, also `package.module:Id`."""
+    envpool_id: str | None = None
+    """The same task's id in EnvPool, or null where EnvPool does not have it."""
+    kind: Literal["classic", "mujoco", "atari", "other"] = "other"
+    max_episode_steps: PositiveInt | None = None
+    """Time limit in agent steps; null keeps the task's own."""
+    atari: AtariSettings | None = None
+    kwargs: dict[str, Any] = {}
+    """Passed to the environment's constructor; add keys with `+env.kwargs.key=value`."""
+
+
+class BackendSettings(Frozen):
+    """What steps the environments."""
+
+    name: Literal["gymnasium", "envpool"]
+    num_envs: PositiveInt = 8
+    num_threads: PositiveInt | Literal["auto"] = "auto"
+    """EnvPool's worker threads; `auto` chooses from the CPU budget and the task and says why."""
+
+
+class BufferSettings(Frozen):
+    """Where transitions wait for the learner."""
+
+    name: Literal["rollout"]
+    placement: Literal["cpu"] = "cpu"
+    """Where the bytes live."""
+
+
+class NetworkSettings(Frozen):
+    """Policy and value networks."""
+
+    name: Literal["mlp", "nature_cnn"]
+    hidden: tuple[PositiveInt, ...] = (64, 64)
+    """Widths of the hidden layers; for nature_cnn those after the convolutions."""
+    activation: Literal["tanh", "relu"] = "tanh"
+    shared: bool = False
+    """One trunk for policy and value, or one each."""
+
+
+class PPOSettings(Frozen):
+    """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347)."""
+
+    name: Literal["ppo"]
+    horizon: PositiveInt = 128
+    """Rows collected per environment between updates."""
+    num_epochs: PositiveInt = 4
+    num_minibatches: PositiveInt = 4
+    learning_rate: PositiveFloat = 2.5e-4
+    anneal_lr: bool = True
+    """Linearly to 0 over `total_steps`."""
+    adam_eps: PositiveFloat = 1e-5
+    gamma: Fraction = 0.99
+    gae_lambda: Fraction = 0.95
+    ratio_clip: PositiveFloat = 0.2
+    value_clip: PositiveFloat | None = 0.2
+    """Largest change of the value estimate that the loss rewards; null switches it off."""
+    value_coef: NonNegative = 0.5
+    entropy_coef: NonNegative = 0.01
+    max_grad_norm: PositiveFloat = 0.5
+    normalize_advantage: bool = True
+    """Per minibatch, over its valid rows."""
+    target_kl: PositiveFloat | None = None
+    """Stop the epochs of an update once the approximate KL exceeds 1.5 times this."""
+    normalize_obs: bool = False
+    """By running mean and standard deviation, clipped to +-10. Statistics move between updates."""
+    normalize_reward: bool = False
+    """By the running standard deviation of the discounted return, clipped to +-10."""
+    log_std_init: Float = 0.0
+    """Initial log standard deviation of the Gaussian policy."""
+
+
+class DeviceSettings(Frozen):
+    """Where tensors live."""
+
+    name: Literal["auto", "cpu", "cuda"]
+
+
+class PrecisionSettings(Frozen):
+    """Arithmetic of the networks."""
+
+    name: Literal["fp32"]
+
+
+class CompileSettings(Frozen):
+    """How act and update are compiled."""
+
+    name: Literal["eager"]
+
+
+class ModeSettings(Frozen):
+    """How sampling and learning are scheduled."""
+
+    name: Literal["sync"]
+
+
+class ProfileSettings(Frozen):
+    """What is measured inside the loop."""
+
+    name: Literal["phases", "none"]
+
+
+class TrackingSettings(Frozen):
+    """Where a run is recorded besides its own folder."""
+
+    name: Literal["mlflow", "server", "none"]
+    uri: str | None = None
+    """Tracking URI; null takes MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory."""
+    experiment: str | None = None
+    """MLflow experiment; null takes MLFLOW_EXPERIMENT_NAME, else `rl_pipeline`."""
+    flush_s: PositiveFloat = 5.0
+    """Seconds between batches sent to the store."""
+    system_metrics: bool = True
+    """MLflow's own metrics of the whole machine, as context."""
+
+
+class EvalSettings(Frozen):
+    """Greedy policy, fresh seeds, full games, raw rewards."""
+
+    episodes: Count = 20
+    """0 switches evaluation off."""
+    every_steps: Count = 0
+    """Env steps between evaluations during training; 0 evaluates at the end only."""
+    num_envs: PositiveInt = 10
+    max_steps: PositiveInt = 30_000
+    """A game still running after this many agent steps counts with the score it has."""
+
+
+class CheckpointSettings(Frozen):
+    """Checkpoints in the run folder."""
+
+    every_steps: Count = 100_000
+    """Env steps between checkpoints; 0 saves at the end only."""
+    keep_last: PositiveInt = 2
+    keep_best: bool = True
+    """Also keep the checkpoint with the best evaluation (training return where none ran)."""
+
+
+class StudySettings(Frozen):
+    """What a multirun belongs to."""
+
+    name: str | None = None
+    """Name of the parent run; null takes the sweep's varied settings."""
+
+
+class Settings(Frozen):
+    """One run."""
+
+    seed: Count | None = None
+    """null draws a fresh one and records it."""
+    total_steps: PositiveInt = 150_000
+    """Env steps: valid agent steps summed over environments."""
+    log_every_s: PositiveFloat = 1.0
+    max_wall_s: PositiveFloat | None = None
+    """Stop cleanly after this many seconds of training."""
+    resume: str | None = None
+    """Run folder or run id to continue."""
+    eval: EvalSettings = EvalSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    study: StudySettings = StudySettings()
+    env: EnvSettings
+    backend: BackendSettings
+    buffer: BufferSettings
+    network: NetworkSettings
+    algo: PPOSettings
+    device: DeviceSettings
+    precision: PrecisionSettings
+    compile: CompileSettings
+    mode: ModeSettings
+    profile: ProfileSettings
+    tracking: TrackingSettings
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Settings:
+        """Refuse what no single field can know."""
+        if self.backend.name == "envpool" and self.env.envpool_id is None:
+            raise ValueError(
+                f"backend=envpool does not have env={self.env.name} ({self.env.id}); "
+                "use backend=gymnasium"
+            )
+        if self.backend.name == "gymnasium" and self.backend.num_threads != "auto":
+            raise ValueError(
+                "backend.num_threads has no effect on backend=gymnasium, which steps its "
+                "environments in one thread; leave it out or use backend=envpool"
+            )
+        if self.backend.name == "envpool" and self.env.kwargs.keys() & {"num_envs", "seed"}:
+            raise ValueError(
+                "env.kwargs cannot set num_envs or seed; use backend.num_envs and seed"
+            )
+        if (self.env.kind == "atari") != (self.env.atari is not None):
+            raise ValueError("env.kind=atari and the env.atari block go together")
+        if self.network.name == "nature_cnn" and self.env.kind != "atari":
+            raise ValueError(
+                f"network=nature_cnn needs images, env={self.env.name} has none; use network=mlp"
+            )
+        rows = self.algo.horizon * self.backend.num_envs
+        if rows % self.algo.num_minibatches:
+            raise ValueError(
+                f"algo.num_minibatches={self.algo.num_minibatches} must divide algo.horizon x "
+                f"backend.num_envs = {self.algo.horizon} x {self.backend.num_envs} = {rows}"
+            )
+        if self.tracking.name == "none" and self.tracking.uri:
+            raise ValueError("tracking.uri has no effect with tracking=none; use tracking=server")
+        return self

@@ -1,0 +1,37 @@
+"""The door: `python -m rl_pipeline.train env=pong backend=envpool seed=1`."""
+
+from __future__ import annotations
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from rl_pipeline import config
+
+
+@hydra.main(version_base="1.3", config_path=str(config.CONF), config_name="config")
+def _train(cfg: DictConfig) -> float:
+    """Train once; the objective of a sweep is the evaluated return."""
+    # Heavy imports only here: --help, --cfg and a bad setting answer at once.
+    from rl_pipeline import build, report
+    from rl_pipeline.session import Killed
+
+    try:
+        result = build.train(cfg)
+    except (Killed, KeyboardInterrupt) as stopped:
+        folder = hydra.core.hydra_config.HydraConfig.get().runtime.output_dir
+        print(f"stopped by {stopped or 'SIGINT'}; continue with", file=sys.stderr)
+        print(f"  python -m rl_pipeline.train resume={folder}", file=sys.stderr)
+        sys.exit(143 if str(stopped) == "SIGTERM" else 130)
+    report.print_summary(result)
+    return report.objective(result)
+
+
+def main() -> None:
+    """Entry point."""
+    config.run_main(_train)
+
+
+if __name__ == "__main__":
+    main()

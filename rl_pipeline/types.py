@@ -1,0 +1,130 @@
+"""The words that all rooms share: a step, an episode, an environment's spec, and the seams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """Actions 0 .. num_actions - 1."""
+
+    num_actions: int
+
+
+@dataclass(frozen=True)
+class Continuous:
+    """Actions in a box; `low` and `high` have the shape of one action."""
+
+    low: np.ndarray
+    high: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one action."""
+        return self.low.shape
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What a vector of identical environments looks like from outside."""
+
+    id: str
+    backend: str
+    num_envs: int
+    obs_shape: tuple[int, ...]
+    obs_dtype: np.dtype
+    action: Discrete | Continuous
+    frame_skip: int = 1
+    """Emulator frames per agent step (4 for the standard Atari preprocessing, else 1)."""
+    max_episode_steps: int | None = None
+    """Time limit in agent steps."""
+
+
+class Step(NamedTuple):
+    """The answer of N environments to one action each (NEXT_STEP autoreset).
+
+    At an end, `obs` is the true last observation. The environment's next row only resets: its
+    action was ignored, its reward is 0, `valid` is False and `obs` is the first of a new episode.
+    """
+
+    obs: np.ndarray  # [N, *obs_shape]; never overwritten by a later step
+    reward: np.ndarray  # [N] float32, what the learner sees (sign-clipped on Atari)
+    raw_reward: np.ndarray  # [N] float32, what the environment gave
+    terminated: np.ndarray  # [N] bool; on Atari also the loss of a life
+    truncated: np.ndarray  # [N] bool
+    valid: np.ndarray  # [N] bool
+    env_ids: np.ndarray  # [N] int32
+
+
+class Episode(NamedTuple):
+    """One finished full game (all lives)."""
+
+    env_id: int
+    return_raw: float
+    """Sum of the untransformed rewards: the score."""
+    return_train: float
+    """Sum of the rewards that the learner saw."""
+    length: int
+    """Agent steps."""
+
+
+Metrics = Mapping[str, "torch.Tensor | float"]
+
+
+class VecEnv(Protocol):
+    """N environments stepped together."""
+
+    spec: EnvSpec
+
+    def reset(self) -> np.ndarray:
+        """Start all episodes anew; returns obs [N, *obs_shape]."""
+
+    def step(self, action: np.ndarray) -> Step:
+        """Step with action [N] (integers) or [N, *action_shape] (floats, clipped to the box)."""
+
+    def pop_episodes(self) -> list[Episode]:
+        """The full games that ended since the last call."""
+
+    def state(self) -> bytes | None:
+        """Everything needed to continue exactly, or None where the backend cannot say."""
+
+    def load_state(self, state: bytes) -> np.ndarray:
+        """Continue from `state`; returns the current obs."""
+
+    def close(self) -> None:
+        """Free all resources; a second call does nothing."""
+
+
+class Batch(NamedTuple):
+    """What a learner updates from; tensors on the learner's device."""
+
+    fields: dict[str, torch.Tensor]
+    env_steps: int
+    """Valid steps it was collected with."""
+
+
+class Learner(Protocol):
+    """Owns parameters, optimizer and normalisers."""
+
+    def act(self, obs: np.ndarray) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+        """Sample actions for obs [N, ...]; the extras are stored beside the step."""
+
+    def act_greedy(self, obs: np.ndarray) -> np.ndarray:
+        """Best actions for obs [N, ...], as evaluation uses them."""
+
+    def update(self, batch: Any, progress: float) -> Metrics:
+        """Learn from one batch; `progress` in [0, 1] drives the schedules."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training needs to continue, on the CPU."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Strict inverse of `state_dict`."""
