@@ -22,9 +22,15 @@ def objective(result: dict[str, Any]) -> float:
     return next((float(v) for v in values if v is not None), math.nan)
 
 
+def wide_console() -> Console:
+    """The terminal; elsewhere wide enough that tables in logs are not folded."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
 def print_summary(result: dict[str, Any], console: Console | None = None) -> None:
     """A finished run on one screen."""
-    console = console or Console(highlight=False)
+    console = console or wide_console()
     returns, rate, counters = result["returns"], result["throughput"], result["counters"]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
@@ -43,18 +49,21 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         )
     if returns["train_mean"] is not None:
         grid.add_row("", f"{returns['train_mean']:.1f}  (last training episodes)")
-    steady = "steady state" if rate["steady"] else "whole run: too short for a steady state"
-    spread = f", spread {rate['window_spread']:.0%}" if rate["window_spread"] is not None else ""
+    over = f"steady state of {rate['steady_s']:.0f} s"
+    if not rate["steady"]:
+        over = "whole run with its warm-up: too short for a steady state"
+    elif rate["window_spread"] is not None:
+        over += f", spread {rate['window_spread']:.0%}"
     grid.add_row(
         "speed",
         f"{rate['env_steps_per_s']:,.0f} env steps/s, {rate['updates_per_s']:,.0f} updates/s  "
-        f"({steady} of {rate['steady_s']:.0f} s{spread})",
+        f"({over})",
     )
     grid.add_row(
         "work",
         f"{counters['env_steps']:,} env steps, {counters['updates']:,} updates, "
         f"{counters['episodes']:,} games in {rate['wall_s']:.1f} s "
-        f"(warm-up {rate['warmup_s']:.1f} s; start-up {_startup(result)} s before)",
+        f"(of it warm-up {rate['warmup_s']:.1f} s; start-up before it {_startup(result)} s)",
     )
     if "phases" in result:
         shares = [f"{name} {p['share']:.0%}" for name, p in result["phases"].items()]
@@ -121,26 +130,31 @@ def sweep_rows(
     results: Sequence[dict[str, Any]], varied: Sequence[str]
 ) -> tuple[list[str], list[list[str]]]:
     """Header and rows of a sweep's table: one row per setting, over its seeds."""
-    header = ["setting", "runs", "env steps/s", "range", "vs first", "return", "range ", "failed"]
+    header = ["setting", "runs", "env steps/s", "vs first", "return", "failed"]
     rows: list[list[str]] = []
     baseline: float | None = None
     for name, members in group(results, varied).items():
         done = [r for r in members if r["status"] == "finished"]
         failed = len(members) - len(done)
         if not done:
-            rows.append([name, str(len(members)), "-", "", "", "-", "", str(failed)])
+            rows.append([name, str(len(members)), "-", "-", "-", str(failed)])
             continue
         rates = [r["throughput"]["env_steps_per_s"] for r in done]
         returns = [objective(r) for r in done]
         rate = statistics.median(rates)
-        if baseline is None:
-            baseline = rate
+        baseline = baseline or rate
         rows.append([
-            name, str(len(members)), f"{rate:,.0f}", f"{min(rates):,.0f} - {max(rates):,.0f}",
-            f"{rate / baseline:.2f}x", f"{statistics.mean(returns):.1f}",
-            f"{min(returns):.1f} - {max(returns):.1f}", str(failed) if failed else "",
+            name, str(len(members)), _with_range(rate, rates, ",.0f"), f"{rate / baseline:.2f}x",
+            _with_range(statistics.mean(returns), returns, ".1f"), str(failed or ""),
         ])  # fmt: skip
     return header, rows
+
+
+def _with_range(middle: float, values: Sequence[float], form: str) -> str:
+    text = f"{middle:{form}}"
+    if len(values) > 1:
+        text += f" ({min(values):{form}} - {max(values):{form}})"
+    return text
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -153,11 +167,11 @@ def print_sweep(
     results: Sequence[dict[str, Any]], varied: Sequence[str], console: Console | None = None
 ) -> str:
     """Print a sweep's table and its failures; returns the table as Markdown."""
-    console = console or Console(highlight=False)
+    console = console or wide_console()
     header, rows = sweep_rows(results, varied)
-    table = Table(caption="median env steps/s and mean return over runs; ranges are min - max")
+    table = Table(caption="median env steps/s, mean return over runs (min - max)")
     for i, title in enumerate(header):
-        table.add_column(title.strip(), justify="left" if i == 0 else "right")
+        table.add_column(title, justify="left" if i == 0 else "right")
     for row in rows:
         table.add_row(*row)
     console.print(table)

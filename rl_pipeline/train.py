@@ -18,7 +18,8 @@ def _train(cfg: DictConfig) -> float:
     from rl_pipeline.session import Killed
 
     try:
-        result = build.train(cfg)
+        with config.refusing():
+            result = build.train(cfg)
     except (Killed, KeyboardInterrupt) as stopped:
         folder = hydra.core.hydra_config.HydraConfig.get().runtime.output_dir
         print(f"stopped by {stopped or 'SIGINT'}; continue with", file=sys.stderr)

@@ -64,7 +64,7 @@ class ProcessLauncher(Launcher):
             try:
                 returns[index] = self._job(
                     list(job_overrides[index]), initial_job_idx + index, sweep_dir, slot,
-                    f"[{len(returns) + 1}/{len(order)}]",
+                    f"[{index + 1}/{len(order)}]",
                 )  # fmt: skip
             finally:
                 slots.append(slot)
@@ -92,7 +92,7 @@ class ProcessLauncher(Launcher):
         begin = time.monotonic()
         log = folder / "output.log"
         name = " ".join(overrides)
-        print(f"{label} start     {name}", flush=True)
+        print(f"{label} start     {name}\n", end="", flush=True)
         result: dict[str, Any] = {}
         cause = ""
         if not self._stopping:

@@ -178,6 +178,11 @@ class BaseVecEnv(ABC):
         # A game's length is the steps since it started; its reset rows push that start forward.
         self._started = np.full(num_envs, self._num_steps)
 
+    def _accounts(self) -> dict[str, Any]:
+        """The attributes that a saved state brings back."""
+        names = "_ended _any_ended _return_raw _return_train _started _num_steps _episodes _ready"
+        return {name: getattr(self, name) for name in names.split()}
+
     def _close_games(self, game_ended: list[bool]) -> None:
         for i in compress(range(len(game_ended)), game_ended):
             length = self._num_steps - self._started.item(i)

@@ -57,12 +57,8 @@ class GymnasiumVecEnv(BaseVecEnv):
                     "envs": self._vec.envs,
                     "resets_next": self._vec._autoreset_envs,
                     "obs": self._vec._observations,
-                    "accounts": (self._return_raw, self._return_train, self._started),
-                    "ended": self._ended,
-                    "episodes": self._episodes,
-                    "num_steps": self._num_steps,
                     "seeds": self._seeds,
-                    "ready": self._ready,
+                    "accounts": self._accounts(),
                 }
             )
         except (pickle.PicklingError, TypeError, AttributeError):
@@ -81,13 +77,8 @@ class GymnasiumVecEnv(BaseVecEnv):
         self._vec.envs = saved["envs"]
         self._vec._autoreset_envs = saved["resets_next"]
         self._vec._observations = saved["obs"]
-        self._return_raw, self._return_train, self._started = saved["accounts"]
-        self._ended, self._episodes = saved["ended"], saved["episodes"]
-        self._num_steps, self._seeds, self._ready = (
-            saved["num_steps"],
-            saved["seeds"],
-            saved["ready"],
-        )
+        self._seeds = saved["seeds"]
+        vars(self).update(saved["accounts"])
         return self._own(self._vec._observations)
 
     def _reset(self) -> np.ndarray:
@@ -124,10 +115,10 @@ def _make(env: EnvSettings, **fixed) -> gym.Env:
         raise ValueError(
             f"env.id={env.id} needs a package that is not installed: {error}"
         ) from error
-    except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, ModuleNotFoundError) as error:
+    except (gym.error.Error, ModuleNotFoundError) as error:
         near = difflib.get_close_matches(env.id, gym.registry, n=3)
         hint = f"; near matches: {', '.join(near)}" if near else ""
-        raise ValueError(f"env.id={env.id} does not exist for Gymnasium: {error}{hint}") from error
+        raise ValueError(f"Gymnasium cannot make env.id={env.id}: {error}{hint}") from error
     except TypeError as error:
         if not env.kwargs:
             raise

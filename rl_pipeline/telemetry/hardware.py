@@ -110,7 +110,8 @@ class _Gpus:
     """The GPUs that CUDA would use in this process, through NVML."""
 
     def __init__(self, nvml: Any | None, visible: str | None) -> None:
-        self._nvml, self._handles = nvml, []
+        self._nvml: Any = nvml
+        self._handles: list[Any] = []
         self._failed: set[str] = set()
         self.names: list[str] = []
         self.driver: str | None = None
@@ -130,7 +131,7 @@ class _Gpus:
             self._handles = []  # no driver or no GPU: nothing to say
 
     def read(self) -> dict[str, float]:
-        """All counters of all GPUs: utilization and temperature averaged, memory and power summed."""
+        """Of all GPUs together: means of utilization and temperature, sums of memory and power."""
         nvml = self._nvml
         if not self._handles:
             return {}

@@ -116,23 +116,14 @@ class Tracker:
         parent_run_id: str | None = None,
         drain_s: float = 60.0,
     ) -> None:
-        cwd = Path.cwd()
-        uri, experiment, artifact_root = resolve(settings, cwd, os.environ)
         self._run_dir = Path(run_dir).absolute()
         self._process: subprocess.Popen[bytes] | None = None
         self._start_trouble: str | None = None
-        self._request = {
-            "uri": uri,
-            "experiment": experiment,
-            "artifact_root": str(artifact_root) if artifact_root else None,
-            "run_name": run_name,
-            "params": dict(params),
-            "tags": dict(tags),
+        self._request = _request(settings, run_name, tags, params, Path.cwd()) | {
             "parent_run_id": parent_run_id,
             "flush_s": settings.flush_s,
             "drain_s": drain_s,
             "system_metrics": settings.system_metrics,
-            "cwd": str(cwd),
         }
 
     def start(self) -> None:
@@ -192,20 +183,17 @@ class Tracker:
             return self.state()
         assert self._process.stdin is not None
         # The word besides the closing: a forked environment worker may hold a copy of the pipe.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the child is gone; a second call
             self._process.stdin.write(b"end\n")
-            self._process.stdin.flush()
-        with contextlib.suppress(OSError):
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         state = self.state()
         state["pending"] = not state.get("finished", False)
         if state["pending"]:
-            trouble = state.get("trouble") or "the tracking process has not ended yet"
-            if self._process.poll() is not None:
-                trouble = state.get("trouble") or f"see {self._run_dir / LOG_FILE}"
-            state["trouble"] = trouble
+            drains = self._process.poll() is None
+            otherwise = "it still drains" if drains else f"see {self._run_dir / LOG_FILE}"
+            trouble = state["trouble"] = state.get("trouble") or otherwise
             _log.warning(
                 "MLflow does not have all of this run yet (%s); everything is in %s. "
                 "Ship the rest with: python -m %s %s",
@@ -218,16 +206,7 @@ def create_parent(
     settings: TrackingSettings, name: str, tags: Mapping[str, str], params: Params, cwd: Path
 ) -> dict[str, str] | None:
     """Create the parent run of a sweep: {run_id, experiment_id, uri}, or None with a warning."""
-    uri, experiment, artifact_root = resolve(settings, cwd, os.environ)
-    request = {
-        "uri": uri,
-        "experiment": experiment,
-        "artifact_root": str(artifact_root) if artifact_root else None,
-        "run_name": name,
-        "params": dict(params),
-        "tags": dict(tags),
-        "started": time.time(),
-    }
+    request = _request(settings, name, tags, params, cwd) | {"started": time.time()}
     return _ask_writer("--create-parent", request)
 
 
@@ -251,6 +230,21 @@ def end_parent(
         "tags": dict(tags or {}),
     }
     return _ask_writer("--end-run", request) is not None
+
+
+def _request(
+    settings: TrackingSettings, name: str, tags: Mapping[str, str], params: Params, cwd: Path
+) -> dict[str, Any]:
+    uri, experiment, artifact_root = resolve(settings, cwd, os.environ)
+    return {
+        "uri": uri,
+        "experiment": experiment,
+        "artifact_root": str(artifact_root) if artifact_root else None,
+        "run_name": name,
+        "params": dict(params),
+        "tags": dict(tags),
+        "cwd": str(cwd),
+    }
 
 
 def _ask_writer(option: str, request: dict[str, Any]) -> dict[str, str] | None:

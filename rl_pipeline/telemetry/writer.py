@@ -172,7 +172,7 @@ class Store:
         key = request.get("run_key")
         if key:
             found = self.client.search_runs([experiment_id], f"tags.run_key = '{key}'")
-            if found:
+            if found and self.reopen(found[0].info.run_id):
                 return str(found[0].info.run_id)
         started_ms = int(request["started"] * 1000)
         run = self.client.create_run(experiment_id, started_ms, _tags(request), request["run_name"])
@@ -194,7 +194,26 @@ class Store:
         run_tags = [RunTag(key, value) for key, value in tags.items()]
         for start in range(0, max(len(new), 1), PARAMS_PER_CALL):
             part = new[start : start + PARAMS_PER_CALL]
-            self.client.log_batch(run_id, params=part, tags=run_tags if start == 0 else [])
+            refusal = self.log(run_id, params=part, tags=run_tags if start == 0 else [])
+            if refusal:
+                _say(f"the store refused parameters, they are in config/ only: {refusal}")
+
+    def log(self, run_id: str, **batch: Any) -> str | None:
+        """Log a batch; returns the store's words if it refuses the content itself.
+
+        Sent again, such a batch would be refused for ever. But a run that was deleted meanwhile can
+        be restored, so that is trouble like any other, and its values wait.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.log_batch(run_id, **batch)
+        except MlflowException as error:
+            active = self.client.get_run(run_id).info.lifecycle_stage == "active"
+            if error.error_code != "INVALID_PARAMETER_VALUE" or not active:
+                raise
+            return _one_line(error)
+        return None
 
     def reopen(self, run_id: str) -> bool:
         """Set the run RUNNING again; False if the store does not have it (any more)."""
@@ -229,6 +248,7 @@ class Shipper:
         self._state |= {"uri": redact(self._request["uri"]), "writer_pid": os.getpid()}
         self._state |= {"ready": False, "finished": False, "trouble": None, "calls": 0, "values": 0}
         self._state |= {"startup_s": None, "startup_cpu_s": None, "cpu_s": 0.0, "refused": 0}
+        # The trainer's launch counts, where there is one: the interpreter's own start is in it.
         self._began = self._request["started"] if follow else time.time()
         self._ended, self._deadline = False, float("inf")
         self._store: Store | None = None
@@ -263,10 +283,10 @@ class Shipper:
         request = self._request
         store = Store(request["uri"])
         experiment_id = store.experiment_id(request["experiment"], request["artifact_root"])
-        run_id = self._state.get("run_id")
-        resumed = run_id is not None and store.reopen(run_id)
+        known: str | None = self._state.get("run_id")
+        resumed = known is not None and store.reopen(known)
+        run_id = known if known and resumed else store.run_id(experiment_id, request)
         if not resumed:
-            run_id = store.run_id(experiment_id, request)
             self._state |= {"offset": 0, "nonfinite": 0, "nonfinite_keys": {}}
             self._tail = self._pending = None
         self._state |= {"run_id": run_id, "experiment_id": experiment_id, "status": "RUNNING"}
@@ -288,49 +308,41 @@ class Shipper:
 
     def _ship(self) -> None:
         assert self._store is not None and self._tail is not None
-        while batch := self._pending or self._tail.next():
-            self._pending = batch
-            self._send(batch)
-            self._pending = None
-            self._state |= {"offset": batch.offset, "nonfinite": batch.count}
-            self._state["skipped_rows"] = self._tail.skipped
+        more = True
+        while more:
+            batch = self._pending = self._pending or self._tail.next()
+            if batch is not None:
+                self._send(batch)
+                self._state |= {"offset": batch.offset, "nonfinite": batch.count}
+            if self._state["trouble"]:
+                _say("the store answers again")
+            self._state |= {"trouble": None, "skipped_rows": self._tail.skipped}
             self._publish()
-        if self._state["trouble"]:
-            _say("the store answers again")
-        self._state["trouble"] = None
-        self._publish()
+            self._pending, more = None, batch is not None
 
     def _send(self, batch: Batch) -> None:
         from mlflow.entities import Metric, RunTag
-        from mlflow.exceptions import MlflowException
 
-        tags = []
-        if batch.nonfinite.keys() - self._state["nonfinite_keys"].keys():
-            first = self._state["nonfinite_keys"] = {
-                **batch.nonfinite,
-                **self._state["nonfinite_keys"],
-            }
-            tags = [RunTag("nonfinite", "; ".join(first.values())[:TAG_CHARS])]
+        known = self._state["nonfinite_keys"]
+        first = {**batch.nonfinite, **known}
+        tags = (
+            [RunTag("nonfinite", "; ".join(first.values())[:TAG_CHARS])] if first != known else []
+        )
         metrics = [Metric(*value) for value in batch.values]
-        run_id = self._state["run_id"]
-        try:
-            self._store.client.log_batch(run_id, metrics=metrics, tags=tags)
-        except MlflowException as error:
-            # Sent again, the same values would be refused for ever. But a run that was deleted
-            # meanwhile can be restored, so its values wait.
-            active = self._store.client.get_run(run_id).info.lifecycle_stage == "active"
-            if error.error_code != "INVALID_PARAMETER_VALUE" or not active:
-                raise
-            self._state["refused"] += len(metrics)
-            _say(f"the store refused {len(metrics)} values: {_one_line(error)}")
-        else:
-            self._state["values"] += len(metrics)
+        assert self._store is not None
+        refusal = self._store.log(self._state["run_id"], metrics=metrics, tags=tags)
+        self._state["nonfinite_keys"] = first
+        self._state["refused" if refusal else "values"] += len(metrics)
+        if refusal:
+            _say(f"the store refused {len(metrics)} values: {refusal}")
 
     def _ship_config(self) -> None:
+        assert self._store is not None
         for path in sorted(self._dir.glob(".hydra/*.yaml")):
             self._store.client.log_artifact(self._state["run_id"], str(path), "config")
 
     def _finish(self) -> None:
+        assert self._store is not None
         run_id, result = self._state["run_id"], self._result()
         self._ship_config()
         for name in ("result.json", "metrics.jsonl"):
@@ -372,7 +384,7 @@ class Shipper:
     def _note_ready(self) -> None:
         if not self._state["ready"]:
             self._state["startup_s"] = round(time.time() - self._began, 3)
-            self._state["startup_cpu_s"] = round(time.process_time(), 3)
+            self._state["startup_cpu_s"] = time.process_time()
             self._state["ready"] = True
         self._publish()
 

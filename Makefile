@@ -1,0 +1,54 @@
+# One line each; `make help` prints this file's own words.
+VENV ?= .venv
+PYTHON ?= python3
+PY := $(VENV)/bin/python
+ARGS ?=
+PORT ?= 5000
+export MLFLOW_DISABLE_TELEMETRY = true
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-slow test-all ui sweep learn lint format clean
+
+help: ## Show this help
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@echo '  ARGS="env=pong seed=2" adds overrides to train and sweep'
+
+setup: $(VENV)/.installed ## Create .venv and install (all other targets do it themselves)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: setup ## Train PPO on CartPole-v1 with EnvPool
+	$(PY) -m rl_pipeline.train experiment=cartpole_ppo $(ARGS)
+
+test: setup ## Run the default tests (under 4 minutes on 2 cores)
+	$(PY) -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-slow: setup ## Run the tests that take longer
+	$(PY) -m pytest -n 2 -m slow $(ARGS)
+
+test-all: setup
+	$(PY) -m pytest -n 2 $(ARGS)
+
+ui: setup ## Open the MLflow UI on http://127.0.0.1:5000 (PORT=)
+	$(VENV)/bin/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
+
+sweep: setup ## Compare backends on CartPole: a small sweep that ends in a table
+	$(PY) -m rl_pipeline.train sweep=backends $(ARGS)
+
+learn: setup ## Prove that PPO learns (about 40 minutes; skips what has a result)
+	$(PY) experiments/learning/study.py $(ARGS)
+
+lint: setup ## Check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: setup ## Mend style
+	$(VENV)/bin/ruff check --fix -q .
+	$(VENV)/bin/ruff format -q .
+
+clean: ## Remove the virtual environment and caches; runs and stores stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist

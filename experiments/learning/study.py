@@ -1,0 +1,203 @@
+"""Does PPO learn what it should, equally on both backends? Run by `make learn`.
+
+Every cell (task, backend, seed) that has a result under results/ is skipped, so that the study can
+be stopped and continued. Arguments: names of tasks to run; none means all.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import bootstrap
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One line of the study."""
+
+    env: str
+    backends: tuple[str, ...]
+    seeds: tuple[int, ...]
+    total_steps: int
+    bar: float
+    """Greedy evaluation return that counts as learned."""
+    rule: str
+    """`most`: all but one seed reach the bar; `mean`: the mean over seeds does."""
+
+
+TASKS = [
+    Task("cartpole", ("envpool", "gymnasium"), (1, 2, 3, 4, 5), 150_000, 475, "most"),
+    Task("acrobot", ("envpool",), (1, 2, 3), 300_000, -100, "mean"),
+    Task("pendulum", ("envpool",), (1, 2, 3), 500_000, -300, "mean"),
+    Task("halfcheetah", ("envpool",), (1, 2, 3), 1_000_000, 1200, "mean"),
+]
+
+
+def run_cell(task: Task, backend: str, seed: int) -> None:
+    """Train one cell and keep the part of its record that the study needs."""
+    path = RESULTS / f"{task.env}-{backend}-{seed}.json"
+    if path.exists():
+        return
+    folder = HERE / "runs" / path.stem
+    overrides = [
+        f"env={task.env}", f"backend={backend}", f"seed={seed}",
+        f"total_steps={task.total_steps}", f"eval.every_steps={task.total_steps // 10}",
+        "tracking=none", "checkpoint.every_steps=0",
+    ]  # fmt: skip
+    print(" ".join(overrides), flush=True)
+    subprocess.run(
+        [sys.executable, "-m", "rl_pipeline.train", *overrides, f"hydra.run.dir={folder}"],
+        check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    result = json.loads((folder / "result.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    curve = [[r["step"], r["metrics"]["return/eval"]] for r in rows if "return/eval" in r["metrics"]]
+    kept = ("status", "seed", "overrides", "effective", "counters", "returns")
+    record = {key: result[key] for key in kept} | {
+        "curve": curve,
+        "git": result["provenance"]["git"],
+        "dirty": result["provenance"]["dirty"],
+        "cpu": result["hardware"]["cpu_model"],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def load(task: Task, backend: str) -> list[dict]:
+    """The results of a task on a backend, by seed."""
+    paths = [RESULTS / f"{task.env}-{backend}-{seed}.json" for seed in task.seeds]
+    return [json.loads(p.read_text()) for p in paths if p.exists()]
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean over seeds; values [seeds]."""
+    if np.ptp(values) == 0:
+        return float(values[0]), float(values[0])
+    # Percentile: with five seeds near the task's maximum BCa degenerates.
+    found = bootstrap(
+        (values,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0)
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def curves(results: list[dict]) -> np.ndarray:
+    """Evaluations [seeds, points] at the tenths of the run."""
+    return np.array([[value for _, value in r["curve"]] for r in results])
+
+
+def table() -> str:
+    """One row per task and backend, in Markdown."""
+    lines = [
+        "| task | backend | env steps | return per seed | mean [95 %] | bar | learned |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for task in TASKS:
+        for backend in task.backends:
+            results = load(task, backend)
+            if not results:
+                continue
+            final = np.array([r["returns"]["eval_mean"] for r in results])
+            low, high = interval(final)
+            reached = int((final >= task.bar).sum())
+            if task.rule == "most":
+                verdict = reached >= len(task.seeds) - 1
+                bar = f">= {task.bar:g} in {len(task.seeds) - 1} of {len(task.seeds)}"
+            else:
+                verdict = len(final) == len(task.seeds) and final.mean() >= task.bar
+                bar = f"mean >= {task.bar:g}"
+            lines.append(
+                f"| {task.env} | {backend} | {task.total_steps:,} | "
+                f"{', '.join(f'{x:.0f}' for x in final)} | "
+                f"{final.mean():.1f} [{low:.1f}, {high:.1f}] | {bar} | "
+                f"{'yes' if verdict else 'NO'} ({reached}/{len(final)}) |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def agreement() -> str:
+    """Whether the two backends' curves agree on cartpole."""
+    task = TASKS[0]
+    both = [load(task, backend) for backend in task.backends]
+    if any(len(results) < len(task.seeds) for results in both):
+        return ""
+    first, second = (curves(results) for results in both)
+    lines = [
+        f"| tenth of the run | {task.backends[0]} [95 %] | {task.backends[1]} [95 %] | overlap |",
+        "| --- | --- | --- | --- |",
+    ]
+    overlaps = 0
+    for point in range(first.shape[1]):
+        a, b = interval(first[:, point]), interval(second[:, point])
+        overlap = a[0] <= b[1] and b[0] <= a[1]
+        overlaps += overlap
+        lines.append(
+            f"| {point + 1} | {first[:, point].mean():.0f} [{a[0]:.0f}, {a[1]:.0f}] | "
+            f"{second[:, point].mean():.0f} [{b[0]:.0f}, {b[1]:.0f}] | {'yes' if overlap else 'NO'} |"
+        )
+    area = bootstrap(
+        (first.mean(1), second.mean(1)), lambda x, y, axis: x.mean(axis) - y.mean(axis),
+        n_resamples=10_000, method="percentile", rng=np.random.default_rng(0),
+    ).confidence_interval  # fmt: skip
+    lines.append(
+        f"\nThe intervals overlap at {overlaps} of {first.shape[1]} points. Mean return over the "
+        f"whole run, {task.backends[0]} minus {task.backends[1]}: "
+        f"{first.mean() - second.mean():+.1f} [{area.low:.1f}, {area.high:.1f}] (95 % bootstrap "
+        f"interval over seeds): {'no difference' if area.low <= 0 <= area.high else 'DIFFERENT'}."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def picture() -> None:
+    """Learning curves with bands."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(TASKS), figsize=(4 * len(TASKS), 3.2))
+    for axis, task in zip(axes, TASKS, strict=True):
+        for backend in task.backends:
+            results = load(task, backend)
+            if not results:
+                continue
+            values = curves(results)
+            steps = np.mean([[s for s, _ in r["curve"]] for r in results], axis=0)
+            bands = np.array([interval(column) for column in values.T])
+            axis.plot(steps, values.mean(0), marker="o", markersize=3, label=backend)
+            axis.fill_between(steps, bands[:, 0], bands[:, 1], alpha=0.2)
+        axis.axhline(task.bar, color="grey", linestyle=":", linewidth=1)
+        axis.set_title(task.env)
+        axis.set_xlabel("env steps")
+        axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
+        axis.legend(frameon=False, fontsize=8)
+    axes[0].set_ylabel("greedy evaluation return")
+    figure.tight_layout()
+    figure.savefig(HERE / "curves.png", dpi=110)
+
+
+def main() -> None:
+    """Run what is missing, then write the table and the picture."""
+    wanted = set(sys.argv[1:]) or {task.env for task in TASKS}
+    if unknown := wanted - {task.env for task in TASKS}:
+        raise SystemExit(f"no such task: {', '.join(sorted(unknown))}")
+    for task in TASKS:
+        if task.env in wanted:
+            for seed in task.seeds:
+                for backend in task.backends:
+                    run_cell(task, backend, seed)
+    text = table() + "\n" + agreement()
+    (HERE / "table.md").write_text(text)
+    picture()
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Telemetry that needs no store: where the store is, hardware counters, provenance, progress."""
+
+import io
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rl_pipeline.settings import TrackingSettings
+from rl_pipeline.telemetry import hardware
+from rl_pipeline.telemetry.hardware import HardwareSampler
+from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView
+from rl_pipeline.telemetry.provenance import provenance
+from rl_pipeline.telemetry.tracker import redact, resolve
+
+CWD = Path("/home/me/work")
+
+
+def where(name="mlflow", uri=None, experiment=None, **environ):
+    return resolve(TrackingSettings(name=name, uri=uri, experiment=experiment), CWD, environ)
+
+
+def test_the_default_store_is_a_database_in_the_working_directory():
+    root = CWD / "mlartifacts"
+    assert where() == (f"sqlite:///{CWD}/mlflow.db", "rl_pipeline", root)
+    assert where(MLFLOW_TRACKING_URI="")[0] == f"sqlite:///{CWD}/mlflow.db"
+
+
+def test_settings_win_over_the_environment_which_wins_over_defaults():
+    environ = {"MLFLOW_TRACKING_URI": "http://there:5000", "MLFLOW_EXPERIMENT_NAME": "theirs"}
+    assert where(**environ) == ("http://there:5000", "theirs", None)
+    assert where("server", **environ)[0] == "http://there:5000"
+    uri, experiment, root = where(uri="sqlite:///mine/a.db", experiment="mine", **environ)
+    assert (uri, experiment) == (f"sqlite:///{CWD}/mine/a.db", "mine")
+    assert root == CWD / "mine" / "mlartifacts"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["databricks", "databricks://profile", "postgresql+psycopg2://me:pw@host/db", "https://x"],
+)
+def test_servers_and_databases_are_taken_as_they_are(uri):
+    assert where("server", uri)[0] == uri
+
+
+def test_a_server_without_an_address_names_both_ways_to_give_it():
+    with pytest.raises(ValueError, match="tracking.uri.*MLFLOW_TRACKING_URI"):
+        where("server")
+
+
+@pytest.mark.parametrize("uri", ["file:///data/mlruns", "/data/mlruns", "./mlruns"])
+@pytest.mark.parametrize("name", ["mlflow", "server"])
+def test_a_file_store_is_refused_with_the_spelling_that_works(name, uri):
+    with pytest.raises(ValueError, match=r"sqlite:////\S+/mlruns/mlflow.db"):
+        where(name, uri)
+    with pytest.raises(ValueError, match="MLFLOW_TRACKING_URI=.*dropped"):
+        where(name, MLFLOW_TRACKING_URI=uri)
+
+
+@pytest.mark.parametrize("uri", ["htp://host", "sqlite://", "sqlite:///:memory:"])
+def test_a_store_that_cannot_be_is_refused(uri):
+    with pytest.raises(ValueError, match="tracking.uri="):
+        where("server", uri)
+
+
+def test_passwords_are_not_shown():
+    assert redact("http://me:secret@host:5000") == "http://me:***@host:5000"
+    assert redact("sqlite:////a/b.db") == "sqlite:////a/b.db"
+
+
+class Nvml:
+    """As much of pynvml as is used; `script[counter][gpu]` holds the values to come."""
+
+    NVML_TEMPERATURE_GPU = 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, count=1, **script):
+        self.count, self.script = count, script
+
+    def nvmlInit(self):
+        if not self.count:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlShutdown(self):
+        self.count = 0
+
+    def nvmlDeviceGetCount(self):
+        return self.count
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return int(uuid.split("-")[1])
+
+    def nvmlDeviceGetUUID(self, gpu):
+        return f"GPU-{gpu}abc"
+
+    def nvmlDeviceGetName(self, gpu):
+        return f"Model {gpu}"
+
+    def nvmlSystemGetDriverVersion(self):
+        return b"570.1"
+
+    def _next(self, counter, gpu):
+        values = self.script.get(counter, {}).get(gpu, [1])
+        value = values.pop(0) if len(values) > 1 else values[0]
+        if value is None:
+            raise self.NVMLError("Not Supported")
+        return value
+
+    def nvmlDeviceGetUtilizationRates(self, gpu):
+        return SimpleNamespace(gpu=self._next("util", gpu))
+
+    def nvmlDeviceGetMemoryInfo(self, gpu):
+        return SimpleNamespace(used=self._next("memory", gpu))
+
+    def nvmlDeviceGetPowerUsage(self, gpu):
+        return self._next("power", gpu)
+
+    def nvmlDeviceGetTemperature(self, gpu, sensor):
+        return self._next("temperature", gpu)
+
+
+def sampler(nvml, visible=None, **kwargs):
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    return HardwareSampler(0, nvml=nvml, cpu_budget=2, environ=environ, **kwargs)
+
+
+def test_gpu_counters_are_means_over_the_window():
+    script = {"util": {0: [0, 50, 100, 80]}, "memory": {0: [2e9]}, "power": {0: [250_000, 350_000]}}
+    machine = sampler(Nvml(**script, temperature={0: [60]}))
+    for _ in range(3):
+        machine.sample()
+    window = machine.window()
+    assert window["gpu/util_pct"] == 50 and window["gpu/mem_used_bytes"] == 2e9
+    assert window["gpu/power_w"] == pytest.approx(950 / 3)
+    assert window["gpu/temperature_c"] == 60
+    machine.sample()
+    assert machine.window()["gpu/util_pct"] == 80, "the window before is forgotten"
+    assert "gpu/util_pct" not in machine.window(), "nothing was sampled"
+    assert machine.cpu_s > 0
+    assert machine.facts()["gpus"] == ["Model 0"] and machine.facts()["driver"] == "570.1"
+
+
+def test_cpu_use_is_process_time_over_the_clock_and_the_budget():
+    now = [100.0]
+    machine = sampler(Nvml(0), clock=lambda: now[0])
+    before = time.process_time()
+    while time.process_time() - before < 0.2:
+        pass
+    now[0] += 0.4
+    machine.sample()
+    window = machine.window()
+    # 0.2 CPU seconds in 0.4 seconds of the scripted clock, on two cores.
+    assert window["cpu/util_pct"] == pytest.approx(25, rel=0.2)
+    assert window["cpu/rss_bytes"] > 1e6 and 0 <= window["cpu/machine_util_pct"] <= 100
+    now[0] += 10.0
+    assert machine.window()["cpu/util_pct"] < 5, "the time axis is the clock's"
+
+
+def test_a_failing_counter_loses_only_itself_and_says_so_once(caplog):
+    machine = sampler(Nvml(util={0: [None]}, power={0: [1000, None]}))
+    for _ in range(4):
+        machine.sample()
+    window = machine.window()
+    assert "gpu/util_pct" not in window
+    assert window["gpu/power_w"] == 1.0, "the one value before it failed"
+    assert window["gpu/mem_used_bytes"] == 1
+    assert caplog.text.count("gpu0/util_pct") == caplog.text.count("gpu0/power_w") == 1
+
+
+@pytest.mark.parametrize("nvml", [Nvml(0), None])
+def test_without_gpu_or_library_there_are_no_gpu_keys_and_no_noise(nvml, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # its import fails
+    machine = sampler(nvml)
+    machine.sample()
+    assert not [key for key in machine.window() if key.startswith("gpu")]
+    assert machine.facts()["gpus"] == [] and machine.facts()["ram_bytes"] > 0
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, [0, 1, 2]), ("2,0", [2, 0]), ("", []), ("-1", []), ("1,9,0", [1]),
+        ("GPU-2abc,GPU-0", [2, 0]), ("MIG-1-5", [1]),
+    ],
+)  # fmt: skip
+def test_only_gpus_that_cuda_may_use_are_read(visible, names):
+    machine = sampler(Nvml(3), visible)
+    assert machine.facts()["gpus"] == [f"Model {name}" for name in names]
+
+
+def test_several_gpus_are_averaged_summed_and_told_apart():
+    script = {"util": {0: [100], 1: [0]}, "memory": {0: [1e9], 1: [2e9]}}
+    machine = sampler(Nvml(2, **script, temperature={1: [None]}))
+    machine.sample()
+    window = machine.window()
+    assert window["gpu/util_pct"] == 50 and window["gpu/mem_used_bytes"] == 3e9
+    assert window["gpu0/util_pct"] == 100 and window["gpu1/util_pct"] == 0
+    assert window["gpu/temperature_c"] == 1 and "gpu1/temperature_c" not in window
+
+
+def test_the_thread_samples_by_itself_until_closed():
+    nvml = Nvml()
+    machine = HardwareSampler(0.01, nvml=nvml, environ={})
+    end = time.monotonic() + 10
+    while "gpu/util_pct" not in machine.window() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert time.monotonic() < end
+    machine.close()
+    machine.close()
+    machine.window()
+    time.sleep(0.05)
+    assert "cpu/rss_bytes" not in machine.window() and nvml.count == 0
+
+
+def test_hardware_facts_name_the_cpu():
+    assert hardware._cpu_model()
+
+
+def test_provenance_of_a_repository_and_of_none(tmp_path):
+    outside = provenance(tmp_path)
+    assert outside["git"] is outside["dirty"] is outside["dirty_files"] is None
+    assert outside["versions"]["mlflow"] and outside["versions"]["torch"]
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init"], [*who, "commit", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
+    clean = provenance(tmp_path)
+    assert len(clean["git"]) == 40 and clean["dirty"] is False
+    (tmp_path / "new.py").write_text("")
+    dirty = provenance(tmp_path)
+    assert dirty["dirty"] is True and dirty["dirty_files"] == ["new.py"]
+
+
+def test_provenance_imports_nothing_heavy():
+    code = (
+        "import sys, pathlib; from rl_pipeline.telemetry.provenance import provenance as p; "
+        "p(pathlib.Path('.')); import rl_pipeline.telemetry.tracker; "
+        "sys.exit(bool({'torch', 'mlflow', 'numpy'} & set(sys.modules)))"
+    )
+    root = Path(__file__).resolve().parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+
+
+PHASES = {"act": 0.34, "env": 0.22, "learn": 0.4, "log": 0.001}
+
+
+def view(steps, **kwargs):
+    return ProgressView(steps, 12_345.4, **{"eta_s": 7.2, "phases": PHASES, **kwargs})
+
+
+def test_plain_lines_come_first_then_every_ten_seconds_then_last():
+    now, stream = [0.0], io.StringIO()
+    progress = Progress(150_000, stream=stream, clock=lambda: now[0])
+    for second in range(25):
+        now[0] = float(second)
+        progress.update(view(second * 1000))
+    progress.close()
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split("/")[0].strip() for line in lines] == ["0", "10,000", "20,000", "24,000"]
+
+
+def test_a_plain_line_says_it_all():
+    stream = io.StringIO()
+    progress = Progress(150_000, stream=stream)
+    progress.update(view(42_000, return_mean=123.44, note="warming up"))
+    progress.message("evaluated: 200")
+    assert stream.getvalue().splitlines() == [
+        "   42,000/150,000   28%  12,345 env steps/s  return 123.4  left 0:07"
+        "  act 34% env 22% learn 40%  warming up",
+        "evaluated: 200",
+    ]
+    assert progress.cpu_s > 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_few_frames_and_messages_stay(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    now, stream = [0.0], Terminal()
+    progress = Progress(150_000, stream=stream, clock=lambda: now[0])
+    for tick in range(100):
+        now[0] = tick / 100
+        progress.update(view(tick))
+    progress.message("evaluated: 200 [20 episodes]")
+    frames = stream.getvalue().count("env steps/s")
+    progress.close()
+    assert 4 <= frames <= 5, "one at once, then four a second; the message draws the last again"
+    assert "■ learn" in stream.getvalue() and "evaluated: 200 [20 episodes]" in stream.getvalue()
+    progress.close()
+
+
+def test_null_progress_has_the_same_calls():
+    progress = NullProgress()
+    progress.update(view(1))
+    progress.message("x")
+    progress.close()
+    assert progress.cpu_s == 0.0
