@@ -60,8 +60,7 @@ def load(cfg: DictConfig) -> Settings:
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ConfigError("\n".join(f"{key} must be given, e.g. {key}=..." for key in missing))
-    values = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(values, dict)
+    values: Any = OmegaConf.to_container(cfg, resolve=True)
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
@@ -246,7 +245,7 @@ def varied_keys(config: DictConfig) -> list[str]:
 
 def job_config(config: DictConfig) -> DictConfig:
     """`config` without Hydra's own node."""
-    plain = OmegaConf.masked_copy(config, [k for k in config if k != "hydra"])
+    plain = OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])
     assert isinstance(plain, DictConfig)
     return plain
 

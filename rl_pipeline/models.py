@@ -40,10 +40,15 @@ class FlatParameters:
         self.values.copy_(values)
 
 
+def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float, generator: torch.Generator) -> None:
+    nn.init.orthogonal_(layer.weight, gain, generator=generator)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+
+
 def _linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
     layer = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(layer.weight, gain, generator=generator)
-    nn.init.zeros_(layer.bias)
+    _orthogonal(layer, gain, generator)
     return layer
 
 
@@ -51,8 +56,7 @@ def _conv(
     inputs: int, outputs: int, size: int, stride: int, generator: torch.Generator
 ) -> nn.Conv2d:
     layer = nn.Conv2d(inputs, outputs, size, stride)
-    nn.init.orthogonal_(layer.weight, math.sqrt(2), generator=generator)
-    nn.init.zeros_(layer.bias)
+    _orthogonal(layer, math.sqrt(2), generator)
     return layer
 
 

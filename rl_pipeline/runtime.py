@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -110,8 +111,8 @@ class Adam:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and step count."""
-        return self._adam.state_dict()
+        """Moments and step count, as a copy."""
+        return deepcopy(self._adam.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of `state_dict`."""

@@ -26,7 +26,7 @@ from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView
 from rl_pipeline.telemetry.recorder import Recorder, bottleneck
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker
-from rl_pipeline.types import Learner, Metrics, VecEnv
+from rl_pipeline.types import Episode, Learner, Metrics, VecEnv
 
 DRAIN_S = 60.0
 """How long a finished run waits for the tracking store to take the last rows."""
@@ -195,6 +195,7 @@ class Session:
                 "learner": self.learner.state_dict(),
                 "counters": asdict(self.counters),
                 "evals": self._evals,
+                "recent": [list(game) for game in self.recorder.recent],
                 "obs": torch.from_numpy(obs.copy()),
                 "env_state": None
                 if env_state is None
@@ -207,6 +208,7 @@ class Session:
         self.learner.load_state_dict(state["learner"])
         self.counters = sync.Counters(**state["counters"])
         self._evals = state["evals"]
+        self.recorder.episodes(Episode(*game) for game in state["recent"])
         exact = state["env_state"] is not None
         self.facts["resume"] = {"from_env_steps": self.counters.env_steps, "exact": exact}
         if exact:

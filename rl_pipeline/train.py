@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from rl_pipeline import config
@@ -21,7 +22,7 @@ def _train(cfg: DictConfig) -> float:
         with config.refusing():
             result = build.train(cfg)
     except (Killed, KeyboardInterrupt) as stopped:
-        folder = hydra.core.hydra_config.HydraConfig.get().runtime.output_dir
+        folder = HydraConfig.get().runtime.output_dir
         print(f"stopped by {stopped or 'SIGINT'}; continue with", file=sys.stderr)
         print(f"  python -m rl_pipeline.train resume={folder}", file=sys.stderr)
         sys.exit(143 if str(stopped) == "SIGTERM" else 130)

@@ -103,16 +103,11 @@ class VecEnv(Protocol):
         """Free all resources; a second call does nothing."""
 
 
-class Batch(NamedTuple):
-    """What a learner updates from; tensors on the learner's device."""
-
-    fields: dict[str, torch.Tensor]
-    env_steps: int
-    """Valid steps it was collected with."""
-
-
 class Learner(Protocol):
     """Owns parameters, optimizer and normalisers."""
+
+    extras: tuple[str, ...]
+    """Names of what `act` wants stored beside each step."""
 
     def act(self, obs: np.ndarray) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
         """Sample actions for obs [N, ...]; the extras are stored beside the step."""

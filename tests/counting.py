@@ -41,13 +41,14 @@ class Scripted(Counting):
         self._rewards = rewards
         self._nan_obs_at = nan_obs_at
 
+    def _observe(self) -> np.ndarray:
+        obs = super()._observe()
+        return obs * np.nan if self._count == self._nan_obs_at else obs
+
     def step(self, action):
         reward = self._rewards[self._count]
         self._count += 1
-        obs = self._observe()
-        if self._count == self._nan_obs_at:
-            obs[:] = np.nan
-        return obs, reward, self._count >= len(self._rewards), False, {}
+        return self._observe(), reward, self._count >= len(self._rewards), False, {}
 
 
 class Odd(Counting):

@@ -509,6 +509,8 @@ def test_nonfinite_rewards_and_observations_stop_the_run(stubbed):
     vec.step([0, 0]), vec.step([0, 0])
     with pytest.raises(ValueError, match="observation of environment 0 is nan.* at step 3"):
         vec.step([0, 0])
+    with pytest.raises(ValueError, match="observation of environment 0 is nan"):
+        counting("Scripted", nan_obs_at=0).reset()
     zero = [0, 0]
     vec = stubbed(
         (zero, zero, zero, zero, zero, zero, zero),
@@ -576,6 +578,7 @@ def test_state_is_none_where_continuing_would_not_be_exact():
         ({"id": "nowhere.at_all:Env-v0"}, ["env.id=nowhere.at_all:Env-v0", "nowhere"]),
         ({"id": "not an id"}, ["env.id=not an id"]),
         ({"kwargs": {"colour": 3}}, ["env.kwargs", "colour"]),
+        ({"kwargs": {"max_episode_steps": 3}}, ["use env.max_episode_steps"]),
     ],
 )
 def test_gymnasium_answers_unknown_ids_and_kwargs(changes, words):

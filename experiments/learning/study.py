@@ -59,7 +59,8 @@ def run_cell(task: Task, backend: str, seed: int) -> None:
     )  # fmt: skip
     result = json.loads((folder / "result.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    curve = [[r["step"], r["metrics"]["return/eval"]] for r in rows if "return/eval" in r["metrics"]]
+    evaluations = [(r["step"], r["metrics"].get("return/eval")) for r in rows]
+    curve = [point for point in evaluations if point[1] is not None]
     kept = ("status", "seed", "overrides", "effective", "counters", "returns")
     record = {key: result[key] for key in kept} | {
         "curve": curve,
@@ -140,7 +141,8 @@ def agreement() -> str:
         overlaps += overlap
         lines.append(
             f"| {point + 1} | {first[:, point].mean():.0f} [{a[0]:.0f}, {a[1]:.0f}] | "
-            f"{second[:, point].mean():.0f} [{b[0]:.0f}, {b[1]:.0f}] | {'yes' if overlap else 'NO'} |"
+            f"{second[:, point].mean():.0f} [{b[0]:.0f}, {b[1]:.0f}] | "
+            f"{'yes' if overlap else 'NO'} |"
         )
     area = bootstrap(
         (first.mean(1), second.mean(1)), lambda x, y, axis: x.mean(axis) - y.mean(axis),

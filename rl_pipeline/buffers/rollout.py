@@ -85,6 +85,17 @@ class RolloutBuffer:
         assert self.full
         self._obs[self._horizon] = obs
         self._t = 0
-        host = (self._obs, self._action, self._reward, self._discount, self._ended, self._valid)
-        tensors = [torch.from_numpy(a).to(self._device) for a in host]
-        return Rollout(*tensors, self._extras, int(np.count_nonzero(self._valid)))
+
+        def tensor(host: np.ndarray) -> Tensor:
+            return torch.from_numpy(host).to(self._device)
+
+        return Rollout(
+            obs=tensor(self._obs),
+            action=tensor(self._action),
+            reward=tensor(self._reward),
+            discount=tensor(self._discount),
+            ended=tensor(self._ended),
+            valid=tensor(self._valid),
+            extras=self._extras,
+            env_steps=int(np.count_nonzero(self._valid)),
+        )

@@ -1,7 +1,7 @@
 """The standard Atari preprocessing on Gymnasium's emulator, frame for frame that of EnvPool.
 
-The rules are those of EnvPool's `atari_env.h`, bugs of timing included; `tests/test_envs.py` steps
-both with the same actions and compares every pixel.
+The rules are those of EnvPool's `atari_env.h` to the letter; `tests/test_envs.py` steps both with
+the same actions and compares every pixel.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def emulator_settings(env: EnvSettings) -> dict[str, Any]:
         "repeat_action_probability": env.atari.sticky_actions,
         "max_num_frames_per_episode": 0,  # no limit: ours counts agent steps
         "obs_type": "grayscale",
+        "sound_obs": False,
+        "continuous": False,
     }
     if clash := fixed.keys() & env.kwargs.keys():
         raise ValueError(f"env.kwargs cannot set {', '.join(sorted(clash))}; use env.atari")
@@ -65,27 +67,27 @@ class AtariEnv(gym.Wrapper):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         """Start a game, or go on after a life unless `options={"new_game": True}`."""
         ale = self._ale
-        goes_on = not (
+        is_new = (
             seed is not None
-            or (options or {}).get("new_game")
+            or (options or {}).get("new_game", False)
             or self._game_over
             or self._elapsed >= self.max_episode_steps
             or not self._atari.episodic_life
         )
         if seed is not None:
             self.env.reset(seed=seed)
-        elif not goes_on:
+        elif is_new:
             ale.reset_game()
-        if not goes_on:
+        if is_new:
             self._elapsed = 0
-        fill = not goes_on
+        fill = is_new
         self.game_ended = False
         for _ in range(self._num_noops()):
             ale.act(ale_py.Action.NOOP)
             if ale.game_over():
                 ale.reset_game()
                 # EnvPool does not restart the time limit here.
-                fill, self.game_ended = True, goes_on
+                fill, self.game_ended = True, not is_new
         if self._fires:
             ale.act(ale_py.Action.FIRE)
         ale.getScreenGrayscale(self._pooled)

@@ -34,6 +34,12 @@ class BaseVecEnv(ABC):
     """
 
     spec: EnvSpec
+    _ended: np.ndarray  # [N] bool, on the previous step
+    _any_ended: bool
+    _return_raw: np.ndarray
+    _return_train: np.ndarray
+    _started: np.ndarray
+    """A game's length is the steps since it started; its reset rows push that start forward."""
 
     def __init__(
         self,
@@ -171,11 +177,10 @@ class BaseVecEnv(ABC):
 
     def _start_accounts(self) -> None:
         num_envs = self.spec.num_envs
-        self._ended = np.zeros(num_envs, dtype=bool)  # on the previous step
+        self._ended = np.zeros(num_envs, dtype=bool)
         self._any_ended = False
         self._return_raw = np.zeros(num_envs)
         self._return_train = np.zeros(num_envs) if self._clip_reward else self._return_raw
-        # A game's length is the steps since it started; its reset rows push that start forward.
         self._started = np.full(num_envs, self._num_steps)
 
     def _accounts(self) -> dict[str, Any]:
@@ -199,7 +204,7 @@ class BaseVecEnv(ABC):
         if isinstance(space, spaces.Discrete) and space.start == 0:
             self._action_shape: tuple[int, ...] = (num_envs,)
             self._action_dtype = np.dtype(space.dtype)
-            self._legal = frozenset(range(int(space.n)))
+            self._legal: frozenset[int] = frozenset(range(int(space.n)))
             return Discrete(int(space.n))
         if isinstance(space, spaces.Box) and np.dtype(space.dtype).kind == "f":
             self._action_shape = (num_envs, *space.shape)

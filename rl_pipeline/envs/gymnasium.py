@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import pickle
 from functools import partial
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -25,12 +26,13 @@ class GymnasiumVecEnv(BaseVecEnv):
     def __init__(self, env: EnvSettings, num_envs: int, seed: int):
         """Raise ValueError for an id, package or constructor argument that does not work here."""
         self._atari = env.kind == "atari"
-        self._seeds: list[int] | None = env_seeds(seed, num_envs)
+        self._seeds: list[int | None] | None = [*env_seeds(seed, num_envs)]
         make = partial(_make_atari if self._atari else _make, env)
         self._vec = SyncVectorEnv(
             [make] * num_envs, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP
         )
-        first = self._vec.envs[0]
+        first: Any = self._vec.envs[0]
+        limit = first.spec.max_episode_steps if first.spec else None
         super().__init__(
             env,
             backend="gymnasium",
@@ -38,11 +40,7 @@ class GymnasiumVecEnv(BaseVecEnv):
             observation_space=self._vec.single_observation_space,
             action_space=self._vec.single_action_space,
             metadata=self._vec.metadata,
-            max_episode_steps=(
-                first.max_episode_steps
-                if self._atari
-                else first.spec and first.spec.max_episode_steps
-            ),
+            max_episode_steps=first.max_episode_steps if self._atari else limit,
             reuses_obs=True,
         )
 
@@ -91,7 +89,8 @@ class GymnasiumVecEnv(BaseVecEnv):
         obs, reward, terminated, truncated, _ = self._vec.step(action)
         game_ended = None
         if self._atari:
-            game_ended = np.array([env.game_ended for env in self._vec.envs])
+            games: list[Any] = self._vec.envs
+            game_ended = np.array([game.game_ended for game in games])
         return obs, reward, terminated, truncated, game_ended
 
     def _close(self) -> None:
@@ -107,6 +106,8 @@ def _layers(env: gym.Env) -> list[gym.Env]:
 
 def _make(env: EnvSettings, **fixed) -> gym.Env:
     """One environment of the task; `fixed` arguments come before `env.kwargs`."""
+    if "max_episode_steps" in env.kwargs:
+        raise ValueError("env.kwargs.max_episode_steps cannot be set; use env.max_episode_steps")
     limit = {} if env.max_episode_steps is None else {"max_episode_steps": env.max_episode_steps}
     try:
         # Our own checks replace the passive checker's.

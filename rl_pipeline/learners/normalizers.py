@@ -36,7 +36,7 @@ class RunningMoments:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments."""
-        return {"mean": self.mean.cpu(), "m2": self.m2.cpu(), "count": self.count.cpu()}
+        return {n: getattr(self, n).to("cpu", copy=True) for n in ("mean", "m2", "count")}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Inverse of `state_dict`."""
@@ -106,6 +106,7 @@ class RewardNormalizer:
 
     def __call__(self, reward: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
         """reward, ended, valid [T, N] -> scaled rewards [T, N], clipped to +-10."""
+        reward = torch.where(valid, reward, 0)
         returns, rows = self._returns, []
         for t in range(reward.shape[0]):
             returns = returns * self._gamma + reward[t]
@@ -118,7 +119,7 @@ class RewardNormalizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments and the running returns."""
-        return {**self.moments.state_dict(), "returns": self._returns.cpu()}
+        return {**self.moments.state_dict(), "returns": self._returns.to("cpu", copy=True)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Inverse of `state_dict`."""

@@ -112,7 +112,7 @@ class PPO:
         # The statistics move last, so that acting and learning shared one normalisation.
         self._normalize_obs.update(rollout.obs[:-1].flatten(0, 1), rollout.valid.flatten())
         means = [torch.stack(column).mean() for column in zip(*terms, strict=True)]
-        metrics = {
+        metrics: dict[str, Tensor | float] = {
             f"loss/{name.removesuffix('_loss')}": mean
             for name, mean in zip(PPOTerms._fields, means, strict=True)
             if name != "max_abs_log_ratio"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -53,7 +54,8 @@ class Recorder:
         )  # fmt: skip
         self._logged_step = _last_step(path)
         self._file = path.open("a", buffering=1)
-        self._recent: deque[Episode] = deque(maxlen=RETURN_WINDOW)
+        self.recent: deque[Episode] = deque(maxlen=RETURN_WINDOW)
+        """The last finished games."""
         self._begin = self._tick_at = clock()
         self._tick_steps = self._tick_updates = 0
         self._excluded_s = 0.0
@@ -93,11 +95,11 @@ class Recorder:
     @property
     def return_mean(self) -> float | None:
         """Mean score of the last full games, or None before the first."""
-        return float(np.mean([e.return_raw for e in self._recent])) if self._recent else None
+        return float(np.mean([e.return_raw for e in self.recent])) if self.recent else None
 
     def episodes(self, games: Iterable[Episode]) -> None:
         """Take in finished games."""
-        self._recent.extend(games)
+        self.recent.extend(games)
 
     def tick(self, counts: Counts, metrics: Metrics) -> dict[str, float]:
         """Close the window and write its row; returns the row's metrics.
@@ -133,10 +135,10 @@ class Recorder:
             row["phase/other_share"] = max(0.0, 1 - sum(phases.values()) / wall)
         # The one moment at which metrics are read off the device.
         row |= {name: float(value) for name, value in metrics.items() if name != "updates"}
-        if self._recent:
-            row["return/train"] = float(np.mean([e.return_raw for e in self._recent]))
-            row["return/train_learner"] = float(np.mean([e.return_train for e in self._recent]))
-            row["episode/length"] = float(np.mean([e.length for e in self._recent]))
+        if self.recent:
+            row["return/train"] = float(np.mean([e.return_raw for e in self.recent]))
+            row["return/train_learner"] = float(np.mean([e.return_train for e in self.recent]))
+            row["episode/length"] = float(np.mean([e.length for e in self.recent]))
         row |= self._hardware_window()
         self._tick_at, self._excluded_s = now, 0.0
         self._tick_steps, self._tick_updates = counts.env_steps, counts.updates
@@ -207,12 +209,14 @@ def bottleneck(phases: dict[str, dict[str, float]]) -> dict[str, Any] | None:
 
 
 def _last_step(path: Path) -> int:
-    """The last step logged in an existing record; -1 for a fresh one."""
-    last = -1
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                last = max(last, json.loads(line)["step"])
-            except json.JSONDecodeError:
-                continue  # the torn last line of a killed run
-    return last
+    """The last step logged in an existing record, -1 for a fresh one.
+
+    Cuts off the torn last line of a killed run, so that the next row starts a line of its own.
+    """
+    if not path.exists():
+        return -1
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    return max((json.loads(line)["step"] for line in whole.splitlines()), default=-1)

@@ -1,6 +1,5 @@
-"""Telemetry that needs no store: where the store is, hardware counters, provenance, progress."""
+"""Hardware counters, with a stand-in for NVML, and provenance."""
 
-import io
 import subprocess
 import sys
 import time
@@ -9,66 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry import hardware
 from rl_pipeline.telemetry.hardware import HardwareSampler
-from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView
 from rl_pipeline.telemetry.provenance import provenance
-from rl_pipeline.telemetry.tracker import redact, resolve
-
-CWD = Path("/home/me/work")
-
-
-def where(name="mlflow", uri=None, experiment=None, **environ):
-    return resolve(TrackingSettings(name=name, uri=uri, experiment=experiment), CWD, environ)
-
-
-def test_the_default_store_is_a_database_in_the_working_directory():
-    root = CWD / "mlartifacts"
-    assert where() == (f"sqlite:///{CWD}/mlflow.db", "rl_pipeline", root)
-    assert where(MLFLOW_TRACKING_URI="")[0] == f"sqlite:///{CWD}/mlflow.db"
-
-
-def test_settings_win_over_the_environment_which_wins_over_defaults():
-    environ = {"MLFLOW_TRACKING_URI": "http://there:5000", "MLFLOW_EXPERIMENT_NAME": "theirs"}
-    assert where(**environ) == ("http://there:5000", "theirs", None)
-    assert where("server", **environ)[0] == "http://there:5000"
-    uri, experiment, root = where(uri="sqlite:///mine/a.db", experiment="mine", **environ)
-    assert (uri, experiment) == (f"sqlite:///{CWD}/mine/a.db", "mine")
-    assert root == CWD / "mine" / "mlartifacts"
-
-
-@pytest.mark.parametrize(
-    "uri",
-    ["databricks", "databricks://profile", "postgresql+psycopg2://me:pw@host/db", "https://x"],
-)
-def test_servers_and_databases_are_taken_as_they_are(uri):
-    assert where("server", uri)[0] == uri
-
-
-def test_a_server_without_an_address_names_both_ways_to_give_it():
-    with pytest.raises(ValueError, match="tracking.uri.*MLFLOW_TRACKING_URI"):
-        where("server")
-
-
-@pytest.mark.parametrize("uri", ["file:///data/mlruns", "/data/mlruns", "./mlruns"])
-@pytest.mark.parametrize("name", ["mlflow", "server"])
-def test_a_file_store_is_refused_with_the_spelling_that_works(name, uri):
-    with pytest.raises(ValueError, match=r"sqlite:////\S+/mlruns/mlflow.db"):
-        where(name, uri)
-    with pytest.raises(ValueError, match="MLFLOW_TRACKING_URI=.*dropped"):
-        where(name, MLFLOW_TRACKING_URI=uri)
-
-
-@pytest.mark.parametrize("uri", ["htp://host", "sqlite://", "sqlite:///:memory:"])
-def test_a_store_that_cannot_be_is_refused(uri):
-    with pytest.raises(ValueError, match="tracking.uri="):
-        where("server", uri)
-
-
-def test_passwords_are_not_shown():
-    assert redact("http://me:secret@host:5000") == "http://me:***@host:5000"
-    assert redact("sqlite:////a/b.db") == "sqlite:////a/b.db"
 
 
 class Nvml:
@@ -247,64 +189,3 @@ def test_provenance_imports_nothing_heavy():
     )
     root = Path(__file__).resolve().parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
-
-
-PHASES = {"act": 0.34, "env": 0.22, "learn": 0.4, "log": 0.001}
-
-
-def view(steps, **kwargs):
-    return ProgressView(steps, 12_345.4, **{"eta_s": 7.2, "phases": PHASES, **kwargs})
-
-
-def test_plain_lines_come_first_then_every_ten_seconds_then_last():
-    now, stream = [0.0], io.StringIO()
-    progress = Progress(150_000, stream=stream, clock=lambda: now[0])
-    for second in range(25):
-        now[0] = float(second)
-        progress.update(view(second * 1000))
-    progress.close()
-    progress.close()
-    lines = stream.getvalue().splitlines()
-    assert [line.split("/")[0].strip() for line in lines] == ["0", "10,000", "20,000", "24,000"]
-
-
-def test_a_plain_line_says_it_all():
-    stream = io.StringIO()
-    progress = Progress(150_000, stream=stream)
-    progress.update(view(42_000, return_mean=123.44, note="warming up"))
-    progress.message("evaluated: 200")
-    assert stream.getvalue().splitlines() == [
-        "   42,000/150,000   28%  12,345 env steps/s  return 123.4  left 0:07"
-        "  act 34% env 22% learn 40%  warming up",
-        "evaluated: 200",
-    ]
-    assert progress.cpu_s > 0
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_gets_few_frames_and_messages_stay(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "120")
-    now, stream = [0.0], Terminal()
-    progress = Progress(150_000, stream=stream, clock=lambda: now[0])
-    for tick in range(100):
-        now[0] = tick / 100
-        progress.update(view(tick))
-    progress.message("evaluated: 200 [20 episodes]")
-    frames = stream.getvalue().count("env steps/s")
-    progress.close()
-    assert 4 <= frames <= 5, "one at once, then four a second; the message draws the last again"
-    assert "■ learn" in stream.getvalue() and "evaluated: 200 [20 episodes]" in stream.getvalue()
-    progress.close()
-
-
-def test_null_progress_has_the_same_calls():
-    progress = NullProgress()
-    progress.update(view(1))
-    progress.message("x")
-    progress.close()
-    assert progress.cpu_s == 0.0

@@ -1,0 +1,175 @@
+"""MLflow's client as the tracking child uses it; only the child imports mlflow, from here."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import re
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from rl_pipeline.telemetry.tail import store_name
+
+PARAM_CHARS, TAG_CHARS, PARAMS_PER_CALL = 6000, 5000, 100
+_STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+
+
+class Store:
+    """MLflow's client, opened safely; counts its calls."""
+
+    def __init__(self, uri: str) -> None:
+        from mlflow.tracking.client import MlflowClient
+
+        for name in ("mlflow", "alembic", "urllib3", "py.warnings"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self.calls = 0
+        self._lock: Any = nullcontext()
+        if uri.startswith("sqlite"):
+            import mlflow.store.tracking.sqlalchemy_store  # noqa: F401  (slow: before the lock)
+
+            database = Path(uri.split(":///", 1)[1])
+            database.parent.mkdir(parents=True, exist_ok=True)
+            # Children that meet on a fresh database would all migrate it, and all but one fail.
+            self._lock = FileLock(f"{database}.lock", timeout=120)
+        with self._lock:
+            self._client = MlflowClient(tracking_uri=uri)
+
+    @property
+    def client(self) -> Any:
+        """The client, for one call."""
+        self.calls += 1
+        return self._client
+
+    def experiment_id(self, name: str, artifact_root: str | None) -> str:
+        """Id of the experiment `name`, made if it is not there."""
+        from mlflow.exceptions import MlflowException
+
+        with self._lock:
+            found = self.client.get_experiment_by_name(name)
+            if found is None:
+                folder = re.sub(r"[^\w.-]+", "_", name)
+                location = (Path(artifact_root) / folder).as_uri() if artifact_root else None
+                try:
+                    return str(self.client.create_experiment(name, artifact_location=location))
+                except MlflowException:
+                    # Another machine was faster: a server knows no lock of ours.
+                    found = self.client.get_experiment_by_name(name)
+                    if found is None:
+                        raise
+            return str(found.experiment_id)
+
+    def run_id(self, experiment_id: str, request: Mapping[str, Any]) -> str:
+        """Id of the request's run, made if an earlier writer did not make it already."""
+        key = request.get("run_key")
+        if key:
+            found = self.client.search_runs([experiment_id], f"tags.run_key = '{key}'")
+            if found and self.reopen(found[0].info.run_id):
+                return str(found[0].info.run_id)
+        started_ms = int(request["started"] * 1000)
+        run = self.client.create_run(experiment_id, started_ms, _tags(request), request["run_name"])
+        return str(run.info.run_id)
+
+    def describe(self, run_id: str, request: Mapping[str, Any]) -> None:
+        """Log params and tags; a param that the run already has keeps its first value."""
+        from mlflow.entities import Param, RunTag
+
+        params = {store_name(key): _text(value) for key, value in request["params"].items()}
+        cut = [key for key, value in params.items() if len(value) > PARAM_CHARS]
+        params |= {key: params[key][: PARAM_CHARS - 3] + "..." for key in cut}
+        known = self.client.get_run(run_id).data.params
+        changed = [key for key in params if key in known and known[key] != params[key]]
+        tags = _tags(request)
+        tags |= {"params_cut": ", ".join(cut)[:TAG_CHARS]} if cut else {}
+        tags |= {"params_changed": ", ".join(changed)[:TAG_CHARS]} if changed else {}
+        new = [Param(key, value) for key, value in params.items() if key not in known]
+        run_tags = [RunTag(key, value) for key, value in tags.items()]
+        for start in range(0, max(len(new), 1), PARAMS_PER_CALL):
+            part = new[start : start + PARAMS_PER_CALL]
+            refusal = self.log(run_id, params=part, tags=run_tags if start == 0 else [])
+            if refusal:
+                say(f"the store refused parameters, they are in config/ only: {refusal}")
+
+    def log(self, run_id: str, **batch: Any) -> str | None:
+        """Log a batch; returns the store's words if it refuses the content itself.
+
+        Sent again, such a batch would be refused for ever. But a run that was deleted meanwhile can
+        be restored, so that is trouble like any other, and its values wait.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.log_batch(run_id, **batch)
+        except MlflowException as error:
+            active = self.client.get_run(run_id).info.lifecycle_stage == "active"
+            if error.error_code != "INVALID_PARAMETER_VALUE" or not active:
+                raise
+            return one_line(error)
+        return None
+
+    def reopen(self, run_id: str) -> bool:
+        """Set the run RUNNING again; False if the store does not have it (any more)."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.update_run(run_id, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        return True
+
+    def end(self, run_id: str, status: object, end_s: float, tags: Mapping[str, str]) -> str:
+        """Set the run's last tags and its final status; returns the latter."""
+        for key, value in tags.items():
+            self.client.set_tag(run_id, key, str(value)[:TAG_CHARS])
+        final = _STATUS.get(str(status), "FAILED")
+        self.client.set_terminated(run_id, final, int(end_s * 1000))
+        return final
+
+
+def trouble_kinds() -> tuple[type[BaseException], ...]:
+    """What a store that is away, locked, full or of another version raises."""
+    from alembic.util import CommandError
+    from mlflow.exceptions import MlflowException
+    from requests import RequestException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return MlflowException, RequestException, SQLAlchemyError, CommandError, OSError
+
+
+def _tags(request: Mapping[str, Any]) -> dict[str, str]:
+    tags = {"mlflow.user": _user(), **request["tags"]}
+    own = {"run_key": "run_key", "mlflow.parentRunId": "parent_run_id"}
+    tags |= {tag: request[key] for tag, key in own.items() if request.get(key)}
+    return {store_name(key): str(value)[:TAG_CHARS] for key, value in tags.items()}
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without a passwd entry
+        return "unknown"
+
+
+def _text(value: object) -> str:
+    """A parameter as one types it on the command line."""
+    return (
+        str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """An error in at most 400 characters."""
+    # SQLAlchemy adds its whole statement to what went wrong.
+    text = " ".join(str(error).split()).split(" [SQL:")[0]
+    return f"{type(error).__name__}: {text}"[:400]
+
+
+def say(text: str) -> None:
+    """One dated line in tracking.log."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)

@@ -1,0 +1,64 @@
+"""Shared helpers: settings by overrides, runs in-process, and the command line as users type it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Two test workers on two cores: one thread each, before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def compose(*overrides: str) -> Any:
+    """The composed configuration without Hydra's node."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from rl_pipeline import config
+
+    with initialize_config_dir(str(config.CONF), version_base="1.3"):
+        return hydra_compose("config", overrides=list(overrides))
+
+
+def settings(*overrides: str) -> Any:
+    """Checked settings."""
+    from rl_pipeline import config
+
+    return config.load(compose(*overrides))
+
+
+class Cli:
+    """Runs the command line in a working directory of its own."""
+
+    def __init__(self, cwd: Path) -> None:
+        self.cwd = cwd
+
+    def __call__(
+        self, *args: str, module: str = "rl_pipeline.train", env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
+        return subprocess.run(
+            [sys.executable, "-m", module, *args], cwd=self.cwd, text=True, capture_output=True,
+            env=environ | (env or {}), timeout=120, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def results(self) -> list[dict[str, Any]]:
+        """Every result.json below, oldest first."""
+        found = [f / "result.json" for f in self.folders() if (f / "result.json").exists()]
+        paths = sorted(found, key=lambda p: p.stat().st_mtime)
+        return [json.loads(p.read_text()) for p in paths]
+
+    def folders(self) -> list[Path]:
+        """Every run folder below."""
+        return sorted(p.parent for p in self.cwd.rglob("run.json"))
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    return Cli(tmp_path)

@@ -1,0 +1,162 @@
+"""Bad input is answered in words, before any run exists."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import compose, settings
+from pydantic import ValidationError
+
+from rl_pipeline import config
+from rl_pipeline.config import ConfigError
+
+OPTIONS = [
+    f"{group.name}={option.stem}"
+    for group in sorted(config.CONF.iterdir())
+    if group.is_dir() and group.name not in ("hydra", "recipe", "sweep", "local")
+    for option in sorted(group.glob("*.yaml"))
+]
+
+
+@pytest.mark.parametrize("override", OPTIONS)
+def test_every_option_composes_to_valid_settings(override):
+    extra = ["env.id=CartPole-v1"] if override == "env=gym" else []
+    if override == "network=nature_cnn":
+        extra = ["env=pong"]
+    if override == "tracking=server":
+        extra = ["tracking.uri=http://127.0.0.1:1"]
+    group, option = override.split("=")
+    checked = settings(override, *extra)
+    if hasattr(checked, group):
+        assert getattr(checked, group).name == option
+
+
+@pytest.mark.parametrize("env", ["cartpole", "acrobot", "pendulum", "halfcheetah", "pong"])
+def test_recipes_apply_and_the_command_line_wins_over_them(env):
+    assert (config.CONF / "recipe" / f"ppo_{env}.yaml").exists()
+    plain = settings(f"env={env}")
+    assert settings(f"env={env}", "algo.gamma=0.5").algo.gamma == 0.5
+    assert plain.algo.gamma != 0.5
+    assert plain.algo != settings("env=gym", "env.id=CartPole-v1").algo
+
+
+def test_an_environment_chooses_network_and_backend_and_the_command_line_wins():
+    assert settings("env=pong").network.name == "nature_cnn"
+    assert settings("env=gym", "env.id=X-v0").backend.name == "gymnasium"
+    assert settings("env=pong", "backend=gymnasium").backend.name == "gymnasium"
+
+
+def test_integral_floats_are_integers_and_others_are_refused():
+    assert settings("total_steps=1e6").total_steps == 1_000_000
+    assert isinstance(settings("total_steps=1e6").total_steps, int)
+    with pytest.raises(ConfigError, match="total_steps=1000.5: must be a valid integer"):
+        settings("total_steps=1000.5")
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValidationError):
+        settings().total_steps = 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["seed=abc"], ["seed=abc", "integer"]),
+        (["seed=true"], ["seed=True", "number"]),
+        (["+algo.lr=0.5"], ["algo.lr is not a setting", "algo.learning_rate"]),
+        (["algo.gamma=1.5"], ["algo.gamma=1.5", "less than or equal to 1"]),
+        (["network.hidden=64"], ["network.hidden", "[64]"]),
+        (["env=gym"], ["env.id must be given"]),
+        (["env=gym", "env.id=X-v0", "backend=envpool"], ["backend=envpool", "backend=gymnasium"]),
+        (["backend=gymnasium", "backend.num_threads=2"], ["backend.num_threads", "no effect"]),
+        (["network=nature_cnn"], ["network=nature_cnn", "network=mlp"]),
+        (["algo.num_minibatches=7"], ["algo.num_minibatches=7", "divide", "256"]),
+        (["tracking=none", "tracking.uri=x"], ["tracking.uri", "no effect"]),
+        (["algo.learning_rate=1", "total_steps=0"], ["total_steps=0", "greater than 0"]),
+    ],
+)
+def test_bad_values_name_the_setting_and_the_way_out(overrides, words):
+    with pytest.raises(ConfigError) as error:
+        settings(*overrides)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("backend.num_env=3", ["backend.num_env is not", "backend.num_envs"]),
+        ("precision=fp61", ["precision can be fp32"]),
+        ("precision=bf16", ["planned", "fp32"]),
+        ("algo=dqn", ["planned", "ppo"]),
+        ("env=pnog", ["did you mean pong"]),
+        ("env.kwargs.size=3", ["+env.kwargs.size=..."]),
+    ],
+)
+def test_composition_errors_are_explained(override, words):
+    with pytest.raises(Exception) as error:  # noqa: B017, PT011 - any of Hydra's
+        compose(override)
+    text = config.explain_composition(error.value)
+    for word in words:
+        assert word in text
+
+
+def test_bad_lines_end_fast_with_code_2_and_leave_nothing(cli):
+    for line in (["env.bakend=envpool"], ["seed=abc"], ["-m", "seed=1,2", "precision=fp32,fp61"]):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        out = cli(*line)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # CPU seconds: wall time would measure the other tests.
+        assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 3
+        assert out.returncode == 2
+        assert out.stderr.startswith("error: ")
+        assert "Traceback" not in out.stderr
+    assert list(cli.cwd.iterdir()) == []
+
+
+def test_an_unknown_environment_and_a_missing_gpu_leave_nothing(cli):
+    out = cli("env=gym", "env.id=Nonsense-v9")
+    assert out.returncode == 2
+    assert "Nonsense-v9" in out.stderr
+    assert "Traceback" not in out.stderr
+    out = cli("device=cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert out.returncode == 2
+    assert "device=cuda" in out.stderr
+    assert "device=cpu" in out.stderr
+    assert cli.folders() == []
+    assert not (cli.cwd / "mlflow.db").exists()
+
+
+def test_hydra_s_own_flags_work(cli):
+    for line in (["--cfg", "job", "--resolve"], ["--info", "defaults-tree"], ["--help"]):
+        out = cli(*line)
+        assert out.returncode == 0
+        assert "cartpole" in out.stdout
+
+
+def test_importing_the_package_and_the_door_imports_nothing_heavy():
+    code = (
+        "import sys, rl_pipeline, rl_pipeline.train, rl_pipeline.study\n"
+        "heavy = {'torch', 'mlflow', 'envpool', 'gymnasium', 'ray', 'ale_py', 'cv2', 'pynvml'}\n"
+        "print(sorted(heavy & sys.modules.keys()))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_the_working_directory_adds_options(cli):
+    (cli.cwd / "conf" / "experiment").mkdir(parents=True)
+    (cli.cwd / "conf" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\nalgo:\n  gamma: 0.123\n"
+    )
+    out = cli("experiment=mine", "--cfg", "job")
+    assert "gamma: 0.123" in out.stdout
+
+
+def test_the_configuration_ships_with_the_package():
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert '"conf" = "rl_pipeline/conf"' in text

@@ -1,0 +1,313 @@
+"""Accounting: phases, throughput windows, the CPU budget and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rl_pipeline
+from rl_pipeline.cpus import cpu_budget
+from rl_pipeline.loops.sync import Counters
+from rl_pipeline.phases import NullPhases, Phases
+from rl_pipeline.runtime import STREAMS, stream_seed, thread_plan
+from rl_pipeline.telemetry.recorder import Recorder, bottleneck
+from rl_pipeline.types import Episode
+
+
+class Clock:
+    """Time that moves only when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def ns(self) -> int:
+        return round(self.now * 1e9)
+
+
+def test_nested_phases_are_exclusive_and_add_up():
+    clock = Clock()
+    phases = Phases(clock.ns)
+    for _ in range(2):
+        with phases("act"):
+            clock.now += 1
+            with phases("d2h"):
+                clock.now += 2
+            clock.now += 4
+        with phases("env"):
+            clock.now += 8
+    assert phases.window() == {"act": 10, "d2h": 4, "env": 16}
+    assert phases.window() == {}
+    assert phases.entries == 6
+
+
+def test_an_open_phase_is_counted_up_to_the_tick():
+    clock = Clock()
+    phases = Phases(clock.ns)
+    with phases("log"):
+        clock.now += 3
+        assert phases.window() == {"log": 3}
+        clock.now += 1
+    assert phases.window() == {"log": 1}
+
+
+def test_an_exception_leaves_the_stack_whole():
+    clock = Clock()
+    phases = Phases(clock.ns)
+    with pytest.raises(KeyError), phases("env"):
+        clock.now += 1
+        raise KeyError
+    with phases("learn"):
+        clock.now += 1
+    assert phases.window() == {"env": 1, "learn": 1}
+
+
+class FakeDevice:
+    """Work finishes `delay` seconds after its launch; only synchronising waits for it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.free_at = clock, 0.0
+
+    def launch(self, seconds: float) -> None:
+        self.free_at = max(self.free_at, self.clock.now) + seconds
+
+    def wait(self) -> None:
+        self.clock.now = max(self.clock.now, self.free_at)
+
+    def event(self):
+        device = self
+
+        class Event:
+            def record(self) -> None:
+                self.at = max(device.free_at, device.clock.now)
+
+            def synchronize(self) -> None:
+                device.clock.now = max(device.clock.now, self.at)
+
+            def elapsed_time(self, end) -> float:
+                return (end.at - self.at) * 1e3
+
+        return Event()
+
+
+def test_device_time_is_charged_to_the_phase_that_launched_it():
+    clock = Clock()
+    device = FakeDevice(clock)
+    phases = Phases(clock.ns, device.event)
+    for _ in range(5):
+        with phases("learn"):
+            clock.now += 0.001
+            device.launch(0.020)
+        with phases("act"):
+            clock.now += 0.001
+            with phases("d2h"):
+                device.wait()
+        with phases("log"):
+            clock.now += 0.001
+    seconds = phases.window()
+    assert seconds["learn"] >= 5 * 0.019
+    assert seconds["log"] == pytest.approx(0.005)
+    assert sum(seconds.values()) == pytest.approx(clock.now)
+
+
+def test_without_a_profile_phases_are_absent():
+    phases = NullPhases()
+    with phases("act"):
+        pass
+    assert phases.window() == {}
+
+
+def test_entering_a_phase_costs_microseconds():
+    assert Phases.cost_s() < 50e-6
+
+
+def make_recorder(path: Path, clock: Clock, warm=lambda: True, phases=None) -> Recorder:
+    window = (phases or NullPhases()).window
+    recorder = Recorder(path, 1.0, 4, window, dict, warm, clock)
+    recorder.start(Counters())
+    return recorder
+
+
+def test_warm_up_stays_out_of_the_steady_rate(tmp_path):
+    clock, counters, ready = Clock(), Counters(), [False]
+    recorder = make_recorder(tmp_path / "m.jsonl", clock, lambda: ready[0])
+    for second, steps in enumerate([10, 10, 100, 100, 100]):
+        ready[0] = second >= 1
+        clock.now += 1
+        counters.env_steps += steps
+        counters.updates += 1
+        recorder.tick(counters, {})
+    rate = recorder.throughput()
+    assert rate["env_steps_per_s"] == 100
+    assert rate["frames_per_s"] == 400
+    assert rate["warmup_s"] == 2
+    assert rate["steady_s"] == 3
+    assert rate["wall_s"] == 5
+    assert rate["steady"]
+
+
+def test_a_run_too_short_for_a_steady_state_says_so(tmp_path):
+    clock, counters = Clock(), Counters(env_steps=0, updates=1)
+    recorder = make_recorder(tmp_path / "m.jsonl", clock)
+    clock.now, counters.env_steps = 2.0, 50
+    recorder.tick(counters, {})
+    assert recorder.throughput()["env_steps_per_s"] == 25
+    assert not recorder.throughput()["steady"]
+
+
+def test_evaluation_time_is_not_training_time(tmp_path):
+    clock, counters = Clock(), Counters(updates=1)
+    recorder = make_recorder(tmp_path / "m.jsonl", clock)
+    for _ in range(3):
+        clock.now += 1
+        counters.env_steps += 100
+        with recorder.excluded():
+            clock.now += 9
+        recorder.tick(counters, {})
+    assert recorder.throughput()["env_steps_per_s"] == 100
+
+
+def test_shares_and_rows_add_up(tmp_path):
+    clock, counters = Clock(), Counters(updates=1)
+    phases = Phases(clock.ns)
+    recorder = make_recorder(tmp_path / "m.jsonl", clock, phases=phases)
+    with phases("env"):
+        clock.now += 3
+    with phases("learn"):
+        clock.now += 6
+    clock.now += 1
+    counters.env_steps = 50
+    recorder.episodes([Episode(0, 12.0, 1.0, 3), Episode(1, 14.0, 3.0, 5)])
+    row = recorder.tick(counters, {"loss/total": 0.5, "updates": 8.0})
+    assert row["phase/env_share"] == pytest.approx(0.3)
+    assert row["phase/other_share"] == pytest.approx(0.1)
+    assert (row["return/train"], row["return/train_learner"], row["episode/length"]) == (13, 2, 4)
+    assert sum(p["share"] for p in recorder.phases().values()) == pytest.approx(1)
+    found = bottleneck(recorder.phases())
+    assert found == {"phase": "learn", "share": pytest.approx(0.6), "upper_bound_speedup": 2.5}
+    recorder.close()
+    (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 50
+    assert json.loads(line)["metrics"] == row
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_on_record(tmp_path):
+    clock = Clock()
+    recorder = make_recorder(tmp_path / "m.jsonl", clock)
+    clock.now = 1.0
+    with pytest.raises(FloatingPointError, match="loss/value became inf at env step 7"):
+        recorder.tick(Counters(env_steps=7), {"loss/value": np.inf})
+    assert json.loads((tmp_path / "m.jsonl").read_text())["metrics"]["loss/value"] == "inf"
+
+
+def test_a_resumed_record_repeats_no_step(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 5, "time": 0, "metrics": {}}\n{"step": 9, "ti')  # torn by a kill
+    recorder = make_recorder(path, Clock())
+    for step in (4, 5, 6):
+        recorder.write(step, {"x": 1.0})
+    recorder.close()
+    rows = path.read_text().splitlines()
+    assert [json.loads(r)["step"] for r in (rows[0], rows[-1])] == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("quota", "budget"),
+    [("400000 100000", 4), ("765000 100000", 7), ("50000 100000", 1), ("max 100000", 12)],
+)
+def test_cpu_budget_reads_cgroup_v2(tmp_path, quota, budget):
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    assert cpu_budget(tmp_path, 12, {})[0] == budget
+
+
+def test_cpu_budget_reads_cgroup_v1_and_the_user(tmp_path):
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("300000\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cpu_budget(tmp_path, 12, {}) == (3, "cgroup quota")
+    assert cpu_budget(tmp_path, 12, {"RL_PIPELINE_CPUS": "2"}) == (2, "RL_PIPELINE_CPUS")
+
+
+def test_the_user_s_threads_win(monkeypatch):
+    from conftest import settings
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    plan = thread_plan(settings("env=pong", "backend.num_threads=5"), 2, "affinity")
+    assert (plan.torch_threads, plan.env_threads) == (3, 5)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert thread_plan(settings("env=pong"), 2, "affinity").torch_threads == 2
+    assert thread_plan(settings(), 8, "affinity").env_threads == 1
+
+
+def test_random_streams_differ_by_name_seed_and_index():
+    seeds = {stream_seed(s, name, i) for s in range(3) for name in STREAMS for i in range(3)}
+    assert len(seeds) == 3 * len(STREAMS) * 3
+    assert stream_seed(1, "act") == stream_seed(1, "act")
+
+
+# -- the arrows of the design -------------------------------------------------------------------
+
+LAYERS = [
+    {"types", "settings", "cpus"},
+    {"runtime", "phases", "envs", "buffers", "losses", "models"},
+    {"policies", "learners"},
+    {"loops"},
+    {"session"},
+    {"build"},
+    {"train"},
+]
+LEAVES = {"telemetry", "checkpoint", "evaluate"}
+FRAME = {"config", "report", "study", "train", "build", "session"}
+"""The frame around a run: reads configs and results, never imported by the rooms."""
+
+
+def test_imports_only_point_left():
+    root = Path(rl_pipeline.__file__).parent
+    layer = {room: i for i, rooms in enumerate(LAYERS) for room in rooms}
+    checked = 0
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        room = relative.parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+                if node.module == "rl_pipeline":
+                    names = [f"rl_pipeline.{a.name}" for a in node.names]
+            elif isinstance(node, ast.Import):
+                names = [a.name for a in node.names]
+            for name in names:
+                if not name.startswith("rl_pipeline."):
+                    continue
+                other = name.split(".")[1]
+                checked += 1
+                if other == room:
+                    continue
+                if room in layer and other in layer:
+                    assert layer[other] <= layer[room], f"{relative} imports {name}"
+                if room in LEAVES:
+                    allowed = LAYERS[0] | {"phases"}
+                    assert other in allowed, f"{relative} imports {name}"
+                if room not in FRAME:
+                    assert other not in FRAME, f"{relative} imports {name}"
+    assert checked > 30
+
+
+def test_only_two_files_see_a_dictconfig():
+    root = Path(rl_pipeline.__file__).parent
+    users = {str(p.relative_to(root)) for p in root.rglob("*.py") if "DictConfig" in p.read_text()}
+    # study.py and train.py pass it through; Hydra hands it to them.
+    assert users == {"config.py", "build.py", "study.py", "train.py"}
+
+
+def test_no_target_outside_hydra_s_own_folder():
+    conf = Path(rl_pipeline.__file__).parent.parent / "conf"
+    files = [p for p in conf.rglob("*.yaml") if "hydra" not in p.relative_to(conf).parts]
+    assert len(files) > 20
+    assert not [p for p in files if "_target_" in p.read_text()]

@@ -1,0 +1,241 @@
+"""The door end to end: a real store, real environments, real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Cli
+
+from rl_pipeline.evaluate import evaluate
+from rl_pipeline.types import Discrete, EnvSpec, Episode, Step
+
+SHORT = ("debug=short", "tracking=none", "total_steps=1500")
+
+
+def query(cli: Cli, sql: str) -> list[tuple]:
+    with sqlite3.connect(cli.cwd / "mlflow.db") as db:
+        return db.execute(sql).fetchall()
+
+
+def weights(folder: Path) -> torch.Tensor:
+    last = max((folder / "checkpoints").glob("step-*.pt"))
+    return torch.load(last, weights_only=True)["learner"]["params"]
+
+
+def test_a_run_leaves_a_complete_record(cli):
+    out = cli("debug=short", "total_steps=3000", "seed=1", "eval.every_steps=1500")
+    assert out.returncode == 0, out.stderr
+    (result,) = cli.results()
+    (folder,) = cli.folders()
+    counters = result["counters"]
+    assert result["status"] == "finished"
+    assert counters["env_steps"] >= 3000
+    assert counters["frames"] == counters["env_steps"]
+    assert counters["updates"] >= 3000 // 256 * 20
+    assert counters["episodes"] > 0
+    assert result["returns"]["episodes"] == 4
+    assert result["throughput"]["env_steps_per_s"] > 0
+    assert result["effective"]["device"] in ("cpu", "cuda")
+    assert result["requested"]["device"] == "auto"
+    assert {"act", "env", "store", "learn", "other"} <= result["phases"].keys()
+    assert sum(p["share"] for p in result["phases"].values()) == pytest.approx(1, abs=0.02)
+    assert result["bottleneck"]["upper_bound_speedup"] > 1
+    assert result["startup"]["until_first_step_s"] > 0
+    assert result["provenance"]["versions"]["torch"]
+    assert (folder / ".hydra" / "config.yaml").exists()
+    assert "gpu/util_pct" not in (folder / "metrics.jsonl").read_text()
+    for word in ("return", "env steps/s", "bottleneck", "folder", "mlflow ui"):
+        assert word in out.stdout
+
+    # The store holds the same run: params, metrics on the env-step axis, a true status.
+    ((status, name),) = query(cli, "select status, name from runs")
+    assert status == "FINISHED"
+    assert "ppo cartpole envpool" in name
+    params = dict(query(cli, "select key, value from params"))
+    assert params["algo.learning_rate"] == "0.001"
+    assert params["seed"] == "1"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = {(k, r["step"]) for r in rows for k in r["metrics"]}
+    stored = set(query(cli, "select key, step from metrics where key not like 'system/%'"))
+    assert logged == stored
+    evals = [r["step"] for r in rows if "return/eval" in r["metrics"]]
+    assert len(evals) == 2
+    assert 1500 <= evals[0] < 2000
+    artifacts = {p.name for p in (cli.cwd / "mlartifacts").rglob("*") if p.is_file()}
+    assert {"config.yaml", "result.json", "metrics.jsonl"} <= artifacts
+    assert not (cli.cwd / "mlruns").exists()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(cli):
+    """Gymnasium on the CPU: weights, counters and episodes go on exactly."""
+    line = ("backend=gymnasium", "seed=5", "eval.episodes=0", "algo.anneal_lr=false", *SHORT)
+    assert cli(*line, "total_steps=2000").returncode == 0
+    (straight,) = cli.folders()
+    assert cli(*line, "total_steps=1000").returncode == 0
+    (cut,) = set(cli.folders()) - {straight}
+    out = cli(f"resume={cut.name.rsplit('-', 1)[-1]}", "total_steps=2000")
+    assert out.returncode == 0, out.stderr
+    assert torch.equal(weights(straight), weights(cut))
+    first, second = (json.loads((f / "result.json").read_text()) for f in (straight, cut))
+    assert first["counters"] == second["counters"]
+    assert first["counters"]["updates"] > 0
+    assert second["resume"] == {"from_env_steps": pytest.approx(1000, abs=300), "exact": True}
+    assert first["returns"]["train_mean"] == second["returns"]["train_mean"]
+
+
+def test_resume_refuses_what_would_be_another_run(cli):
+    assert cli(*SHORT, "seed=1", "total_steps=500").returncode == 0
+    (folder,) = cli.folders()
+    before = weights(folder)
+    out = cli(f"resume={folder}", "algo.gamma=0.5")
+    assert out.returncode == 2
+    assert "algo.gamma from 0.98 to 0.5" in out.stderr
+    out = cli("resume=nowhere")
+    assert out.returncode == 2
+    assert "resume=nowhere" in out.stderr
+    assert torch.equal(before, weights(folder))
+    assert cli.results()[0]["status"] == "finished"
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on_in_the_same_mlflow_run(cli):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rl_pipeline.train", "seed=1", "eval.episodes=0", "log_every_s=0.2",
+         "total_steps=1e7", "tracking.flush_s=0.5"],
+        cwd=cli.cwd, stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not any(p.stat().st_size for p in cli.cwd.rglob("metrics.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (folder,) = cli.folders()
+    assert f"resume={folder.relative_to(cli.cwd)}" in err or f"resume={folder}" in err
+    (result,) = cli.results()
+    assert (result["status"], result["reason"]) == ("killed", "SIGINT")
+    assert query(cli, "select status from runs") == [("KILLED",)]
+    done = result["counters"]["env_steps"]
+    out = cli(f"resume={folder}", f"total_steps={done + 1000}")
+    assert out.returncode == 0, out.stderr
+    assert query(cli, "select status from runs") == [("FINISHED",)]
+    assert cli.results()[0]["counters"]["env_steps"] >= done + 1000
+    twice = query(cli, "select key, step from metrics group by key, step having count(*) > 1")
+    assert not [row for row in twice if not row[0].startswith("system/")]
+
+
+def test_an_error_in_the_loop_is_a_failed_run_everywhere(cli):
+    out = cli("debug=short", "seed=1", "algo.learning_rate=1e30")
+    assert out.returncode == 1
+    assert "FloatingPointError" in out.stderr
+    (result,) = cli.results()
+    assert result["status"] == "failed"
+    assert "algo.learning_rate" in result["reason"]
+    assert query(cli, "select status from runs") == [("FAILED",)]
+
+
+def test_a_multirun_is_a_parent_with_named_children_and_one_bad_job_stays_alone(cli):
+    out = cli(
+        "-m", "backend=gymnasium,envpool", "algo.learning_rate=1e-3,1e30", "seed=1",
+        "debug=short", "total_steps=1000", "hydra.launcher.n_jobs=2",
+    )  # fmt: skip
+    assert out.returncode == 1
+    runs = query(cli, "select run_uuid, name, status from runs")
+    parents = dict(query(cli, "select run_uuid, value from tags where key='mlflow.parentRunId'"))
+    (parent,) = [r for r in runs if r[0] not in parents]
+    children = [r for r in runs if r[0] in parents]
+    assert set(parents.values()) == {parent[0]}
+    assert parent[2] == "FAILED"
+    assert len({c[1] for c in children}) == 4
+    assert sorted(c[2] for c in children) == ["FAILED", "FAILED", "FINISHED", "FINISHED"]
+    assert "backend=envpool algo.learning_rate=0.001" in {c[1] for c in children}
+    assert "FAILED" in out.stdout
+    assert "FloatingPointError" in out.stdout
+    assert "vs first" in out.stdout
+    assert "2 of 4 jobs did not finish" in out.stderr
+    results = cli.results()
+    assert len(results) == 4
+    # Two jobs at once share the machine.
+    budgets = {r["effective"]["threads"]["budget"] for r in results}
+    assert budgets == {max(1, len(os.sched_getaffinity(0)) // 2)}
+    (table,) = cli.cwd.rglob("table.md")
+    assert table.read_text().count("\n") == 6
+
+
+def test_a_job_that_hangs_is_stopped_and_reported(cli):
+    out = cli("-m", "seed=1", *SHORT, "total_steps=1e8", "hydra.launcher.timeout_s=8")
+    assert out.returncode == 1
+    assert "hydra.launcher.timeout_s=8" in out.stdout
+
+
+def test_pixels_train_on_the_real_game(cli):
+    out = cli(
+        "env=pong", "total_steps=300", "backend.num_envs=4", "algo.horizon=32", "seed=1",
+        "eval.episodes=0", "tracking=none", "algo.num_epochs=1",
+    )  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    (result,) = cli.results()
+    assert result["counters"]["frames"] == 4 * result["counters"]["env_steps"]
+    assert result["counters"]["updates"] == 3 * 4
+    rows = [json.loads(x) for p in cli.cwd.rglob("metrics.jsonl") for x in p.open()]
+    assert all(np.isfinite(r["metrics"]["loss/total"]) for r in rows)
+
+
+def test_two_runs_started_together_have_two_folders(cli):
+    line = [sys.executable, "-m", "rl_pipeline.train", *SHORT, "total_steps=300", "eval.episodes=0"]
+    both = [
+        subprocess.Popen(line, cwd=cli.cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
+    assert [p.wait(60) for p in both] == [0, 0]
+    seeds = {r["seed"] for r in cli.results()}
+    assert len(cli.folders()) == len(seeds) == 2
+
+
+class Scripted:
+    """Environment i plays games of length i + 1 with score 10 * i, for ever."""
+
+    def __init__(self, num_envs: int) -> None:
+        action = Discrete(2)
+        self.spec = EnvSpec("s", "s", num_envs, (1,), np.dtype(np.float32), action)
+        self.games: list[Episode] = []
+
+    def reset(self):
+        self.age = np.zeros(self.spec.num_envs, int)
+        return np.zeros((self.spec.num_envs, 1), np.float32)
+
+    def step(self, action):
+        n = self.spec.num_envs
+        valid = self.age >= 0
+        self.age += 1
+        end = self.age == np.arange(n) + 1
+        reward = np.where(end, 10.0 * np.arange(n), 0).astype(np.float32)
+        self.games += [Episode(i, 10.0 * i, 0.0, i + 1) for i in np.flatnonzero(end)]
+        self.age[end] = -1
+        obs, ids = np.zeros((n, 1), np.float32), np.arange(n, dtype=np.int32)
+        return Step(obs, reward, reward, end, np.zeros(n, bool), valid, ids)
+
+    def pop_episodes(self):
+        games, self.games = self.games, []
+        return games
+
+
+def test_evaluation_gives_every_environment_its_share():
+    scores = evaluate(Scripted(3), lambda obs: np.zeros(3, int), 7, 1000)
+    # Taking the first seven to finish would favour the short games of environment 0.
+    assert sorted(scores) == [0, 0, 0, 10, 10, 20, 20]
+
+
+def test_evaluation_cuts_endless_games():
+    scores = evaluate(Scripted(3), lambda obs: np.zeros(3, int), 3, 2)
+    assert sorted(scores) == [0, 0, 10]
