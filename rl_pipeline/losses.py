@@ -36,17 +36,20 @@ def gae(
     return torch.stack(rows[::-1])
 
 
-def masked_mean(x: Tensor, weight: Tensor) -> Tensor:
-    """Mean of x [B] over the rows whose weight [B] is 1; 0 where there is none."""
-    return torch.where(weight > 0, x, 0).sum() / weight.sum().clamp(min=1)
+def row_weights(valid: Tensor) -> Tensor:
+    """valid [B], 1 or 0 -> weights [B] that sum to 1, so that a mean is one dot product."""
+    return valid / valid.sum().clamp(min=1)
 
 
-def masked_standardize(x: Tensor, weight: Tensor) -> Tensor:
-    """x [B] with mean 0 and standard deviation 1 over the rows whose weight [B] is 1."""
-    mean = masked_mean(x, weight)
-    count = weight.sum()
-    variance = torch.where(weight > 0, (x - mean) ** 2, 0).sum() / (count - 1).clamp(min=1)
-    return (x - mean) / (variance.sqrt() + 1e-8)
+def masked_standardize(x: Tensor, valid: Tensor, weight: Tensor) -> Tensor:
+    """x [B] with mean 0 and standard deviation 1 (unbiased) over the rows whose valid [B] is 1.
+
+    `weight` is `row_weights(valid)`.
+    """
+    centred = x - torch.dot(x, weight)
+    count = valid.sum()
+    variance = torch.dot(centred * centred, weight) * (count / (count - 1).clamp(min=1))
+    return centred / (variance.sqrt() + 1e-8)
 
 
 class PPOTerms(NamedTuple):
@@ -69,7 +72,7 @@ def ppo_loss(
     old_value: Tensor,
     advantage: Tensor,
     value_target: Tensor,
-    weight: Tensor,
+    valid: Tensor,
     ratio_clip: float,
     value_clip: float | None,
     value_coef: float,
@@ -78,29 +81,33 @@ def ppo_loss(
 ) -> PPOTerms:
     """Clipped surrogate loss (Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9).
 
-    All inputs [B] float32; `weight` is 1 for valid rows and 0 for reset rows, which have no
-    influence. The value loss is half the squared error, clipped around the old value as in
-    openai/baselines where `value_clip` is given. approx_kl is E[(r - 1) - log r], the low-variance
-    estimator (Schulman 2020).
+    All inputs [B] float32 and finite; `valid` is 1, or 0 for reset rows, which have no influence.
+    The value loss is half the squared error, clipped around the old value as in openai/baselines
+    where `value_clip` is given. approx_kl is E[(r - 1) - log r], the low-variance estimator
+    (Schulman 2020). Small batches cost what their kernels cost to launch, hence the dot products.
     """
+    weight = row_weights(valid)
     if normalize_advantage:
-        advantage = masked_standardize(advantage, weight)
-    log_ratio = torch.where(weight > 0, log_prob - old_log_prob, 0)
+        advantage = masked_standardize(advantage, valid, weight)
+    # Masked before exp: a reset row must not overflow.
+    log_ratio = (log_prob - old_log_prob) * valid
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - ratio_clip, 1 + ratio_clip)
-    policy_loss = -masked_mean(torch.minimum(ratio * advantage, clipped * advantage), weight)
+    weighted = advantage * weight
+    policy_loss = -torch.minimum(ratio * weighted, clipped * weighted).sum()
 
-    error = (value - value_target) ** 2
+    error = value - value_target
+    squared = error * error
     if value_clip is not None:
-        near = old_value + (value - old_value).clamp(-value_clip, value_clip)
-        error = torch.maximum(error, (near - value_target) ** 2)
-    value_loss = 0.5 * masked_mean(error, weight)
+        near = old_value + (value - old_value).clamp(-value_clip, value_clip) - value_target
+        squared = torch.maximum(squared, near * near)
+    value_loss = 0.5 * torch.dot(squared, weight)
 
-    mean_entropy = masked_mean(entropy, weight)
+    mean_entropy = torch.dot(entropy, weight)
     loss = policy_loss + value_coef * value_loss - entropy_coef * mean_entropy
     with torch.no_grad():
-        approx_kl = masked_mean(ratio - 1 - log_ratio, weight)
-        clip_fraction = masked_mean(((ratio - 1).abs() > ratio_clip).float(), weight)
+        approx_kl = torch.dot(ratio - log_ratio, weight) - 1
+        clip_fraction = torch.dot((ratio != clipped).float(), weight)
         max_abs_log_ratio = log_ratio.abs().max()
     return PPOTerms(
         loss, policy_loss.detach(), value_loss.detach(), mean_entropy.detach(),

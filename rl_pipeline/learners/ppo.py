@@ -16,7 +16,7 @@ from rl_pipeline.learners.normalizers import (
     RawReward,
     RewardNormalizer,
 )
-from rl_pipeline.losses import PPOTerms, gae, masked_mean, ppo_loss
+from rl_pipeline.losses import PPOTerms, gae, ppo_loss, row_weights
 from rl_pipeline.models import ActorCritic, FlatParameters, make_distribution
 from rl_pipeline.phases import NullPhases, Phases
 from rl_pipeline.runtime import Runtime
@@ -27,7 +27,7 @@ from rl_pipeline.types import EnvSpec, Metrics
 class PPO:
     """Owns the network, the optimizer, the normalisers and two random streams."""
 
-    extras = ("log_prob", "value")
+    extras: tuple[str, ...] = ("log_prob", "value")
     """What `act` wants stored beside each step."""
 
     def __init__(
@@ -130,7 +130,7 @@ class PPO:
         if self._cfg.num_minibatches == 1:
             yield batch  # the order of a sum does not matter: no gather
             return
-        rows = batch["weight"].shape[0]
+        rows = batch["valid"].shape[0]
         order = torch.randperm(rows, generator=self._update_rng, device=self._device)
         for index in order.view(self._cfg.num_minibatches, -1):
             yield {name: x[index] for name, x in batch.items()}
@@ -155,11 +155,11 @@ class PPO:
             "value": value.flatten(),
             "advantage": advantage.flatten(),
             "target": (advantage + value).flatten(),
-            "weight": rollout.valid.flatten().float(),
+            "valid": rollout.valid.flatten().float(),
         }
-        target, weight = batch["target"], batch["weight"]
-        spread = masked_mean((target - masked_mean(target, weight)) ** 2, weight)
-        residual = masked_mean((target - batch["value"]) ** 2, weight)
+        target, weight = batch["target"], row_weights(batch["valid"])
+        spread = torch.dot((target - torch.dot(target, weight)) ** 2, weight)
+        residual = torch.dot((target - batch["value"]) ** 2, weight)
         return batch, 1 - residual / spread.clamp(min=1e-12)
 
     def _loss_eager(self, batch: dict[str, Tensor]) -> PPOTerms:
@@ -169,7 +169,7 @@ class PPO:
         log_prob, entropy = self._dist.log_prob_entropy(params, batch["action"])
         return ppo_loss(
             log_prob, entropy, value.float(), batch["log_prob"], batch["value"],
-            batch["advantage"], batch["target"], batch["weight"],
+            batch["advantage"], batch["target"], batch["valid"],
             cfg.ratio_clip, cfg.value_clip, cfg.value_coef, cfg.entropy_coef,
             cfg.normalize_advantage,
         )  # fmt: skip
