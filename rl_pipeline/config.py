@@ -261,6 +261,8 @@ def check_machine(settings: Settings) -> None:
 
     if settings.backend.name == "envpool" and find_spec("envpool") is None:
         raise ConfigError("backend=envpool needs the envpool package; use backend=gymnasium")
+    if settings.tracking.name == "none":
+        return
     try:
         resolve(settings.tracking, Path.cwd(), dict(os.environ))
     except ValueError as error:
