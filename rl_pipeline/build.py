@@ -7,7 +7,6 @@ import os
 import secrets
 import shlex
 import shutil
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -153,7 +152,7 @@ def make_facts(
         "reasons": reasons,
         "startup": {},
         "provenance": provenance(Path.cwd())
-        | {"command": shlex.join(["python", "-m", "rl_pipeline.train", *sys.argv[1:]])},
+        | {"command": shlex.join(["python", "-m", "rl_pipeline.train", *overrides])},
     }
 
 

@@ -168,7 +168,7 @@ def test_a_multirun_is_a_parent_with_named_children_and_one_bad_job_stays_alone(
     # Two jobs at once share the machine.
     budgets = {r["effective"]["threads"]["budget"] for r in results}
     assert budgets == {max(1, len(os.sched_getaffinity(0)) // 2)}
-    (table,) = cli.cwd.rglob("table.md")
+    (table,) = (cli.cwd / "multirun").rglob("table.md")
     assert table.read_text().count("\n") == 6
 
 

@@ -55,7 +55,9 @@ class Store:
                 folder = re.sub(r"[^\w.-]+", "_", name)
                 location = (Path(artifact_root) / folder).as_uri() if artifact_root else None
                 try:
-                    return str(self.client.create_experiment(name, artifact_location=location))
+                    # The UI then opens on training runs instead of its GenAI pages.
+                    tags = {"mlflow.experimentKind": "custom_model_development"}
+                    return str(self.client.create_experiment(name, location, tags))
                 except MlflowException:
                     # Another machine was faster: a server knows no lock of ours.
                     found = self.client.get_experiment_by_name(name)
