@@ -193,9 +193,13 @@ def run_main(main: Callable[[], Any]) -> None:
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
     # Hydra would print composition errors itself, in its own words.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    with refusing():
-        sys.argv[1:] = with_resumed_overrides(sys.argv[1:])
-        main()
+    try:
+        with refusing():
+            sys.argv[1:] = with_resumed_overrides(sys.argv[1:])
+            main()
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
 
 
 class Gate(Callback):

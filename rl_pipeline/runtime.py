@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -161,11 +162,27 @@ class Runtime:
         return lambda: torch.cuda.Event(enable_timing=True)
 
 
+def keep_freed_memory() -> bool:
+    """Let glibc keep large blocks that are freed; False where there is no glibc.
+
+    By default it returns them to the kernel at every free, so that each convolution pays the page
+    faults of its activations again: measured 1.2x on a Nature CNN update of 256 on the CPU.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
+    settings = {mmap_threshold: 1 << 30, trim_threshold: 2**31 - 1, top_pad: 64 << 20}
+    return all([mallopt(option, value) for option, value in settings.items()])
+
+
 def make_runtime(settings: Settings, seed: int) -> Runtime:
-    """Choose device and threads and apply them to this process."""
+    """Choose device, threads and allocator and apply them to this process."""
     device, reason = choose_device(settings.device.name)
     plan = thread_plan(settings, *cpu_budget())
     torch.set_num_threads(plan.torch_threads)
+    if device.type == "cpu" and settings.network.name != "mlp":
+        keep_freed_memory()
     # precision=fp32 says fp32: a TF32 default of the library must not slip in.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

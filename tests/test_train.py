@@ -191,6 +191,18 @@ def test_pixels_train_on_the_real_game(cli):
     assert all(np.isfinite(r["metrics"]["loss/total"]) for r in rows)
 
 
+def test_the_wall_clock_ends_a_run_and_an_unmeasured_one_has_no_phases(cli):
+    out = cli("tracking=none", "profile=none", "max_wall_s=1", "total_steps=1e9", "eval.episodes=0")
+    assert out.returncode == 0, out.stderr
+    (result,) = cli.results()
+    assert result["status"] == "finished"
+    assert result["reason"] == "max_wall_s=1 reached"
+    assert 0 < result["counters"]["env_steps"] < 1e9
+    assert result["throughput"]["wall_s"] < 30
+    assert "phases" not in result
+    assert "bottleneck" not in result
+
+
 def test_two_runs_started_together_have_two_folders(cli):
     line = [sys.executable, "-m", "rl_pipeline.train", *SHORT, "total_steps=300", "eval.episodes=0"]
     both = [
