@@ -37,6 +37,16 @@ def make_envs(settings: Settings, num_envs: int, seed: int, num_threads: int) ->
             from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
 
             return GymnasiumVecEnv(settings.env, num_envs, seed)
+        case "gymnasium_async":
+            from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv
+
+            timeout_s = settings.backend.step_timeout_s
+            assert timeout_s is not None
+            return GymnasiumAsyncVecEnv(settings.env, num_envs, seed, timeout_s)
+        case "gymnasium_native":
+            from rl_pipeline.envs.gymnasium_native import GymnasiumNativeVecEnv
+
+            return GymnasiumNativeVecEnv(settings.env, num_envs, seed, num_threads)
         case "envpool":
             from rl_pipeline.envs.envpool import EnvPoolVecEnv
 

@@ -33,7 +33,7 @@ CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "co
 
 # Options that DESIGN names and a later version brings: answered plainly, not as a misspelling.
 PLANNED = {
-    "backend": {"gymnasium_async", "gymnasium_native", "envpool_async"},
+    "backend": {"envpool_async"},
     "algo": {"dqn", "sac"},
     "network": {"impala_cnn", "lstm"},
     "buffer": {"uniform", "prioritized", "deque", "memmap"},

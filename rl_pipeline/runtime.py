@@ -53,9 +53,14 @@ def thread_plan(settings: Settings, budget: int, reason: str) -> ThreadPlan:
     else:
         torch_threads = budget
         reasons["torch"] = f"{budget} (convolutions use the whole budget)"
-    if settings.backend.name == "gymnasium":
+    if settings.backend.name == "gymnasium_async":
+        env_threads = settings.backend.num_envs
+        reasons["envs"] = f"{env_threads} processes (backend=gymnasium_async: one per environment)"
+    elif settings.backend.name == "gymnasium" or (
+        settings.backend.name == "gymnasium_native" and settings.env.kind != "atari"
+    ):
         env_threads = 1
-        reasons["envs"] = "1 (backend=gymnasium steps in the training thread)"
+        reasons["envs"] = f"1 (backend={settings.backend.name} steps in the training thread)"
     elif settings.backend.num_threads != "auto":
         env_threads = settings.backend.num_threads
         reasons["envs"] = f"{env_threads} (backend.num_threads)"

@@ -71,10 +71,13 @@ class EnvSettings(Frozen):
 class BackendSettings(Frozen):
     """What steps the environments."""
 
-    name: Literal["gymnasium", "envpool"]
+    name: Literal["gymnasium", "gymnasium_async", "gymnasium_native", "envpool"]
     num_envs: PositiveInt = 8
     num_threads: PositiveInt | Literal["auto"] = "auto"
-    """EnvPool's worker threads; `auto` chooses from the CPU budget and the task and says why."""
+    """Worker threads of EnvPool and of ALE's native form; `auto` chooses from the CPU budget and
+    the task and says why."""
+    step_timeout_s: PositiveFloat | None = None
+    """gymnasium_async: a worker that does not answer within this many seconds ends the run."""
 
 
 class BufferSettings(Frozen):
@@ -236,10 +239,20 @@ class Settings(Frozen):
                 f"backend=envpool does not have env={self.env.name} ({self.env.id}); "
                 "use backend=gymnasium"
             )
-        if self.backend.name == "gymnasium" and self.backend.num_threads != "auto":
+        threaded = self.backend.name == "envpool" or (
+            self.backend.name == "gymnasium_native" and self.env.kind == "atari"
+        )
+        if not threaded and self.backend.num_threads != "auto":
             raise ValueError(
-                "backend.num_threads has no effect on backend=gymnasium, which steps its "
-                "environments in one thread; leave it out or use backend=envpool"
+                f"backend.num_threads has no effect on backend={self.backend.name} here, which has "
+                "no worker threads; leave it out or use backend=envpool"
+            )
+        has_workers = self.backend.name == "gymnasium_async"
+        if has_workers != (self.backend.step_timeout_s is not None):
+            raise ValueError(
+                "backend.step_timeout_s goes with backend=gymnasium_async, whose workers can hang, "
+                f"and with no other; it is {self.backend.step_timeout_s} on "
+                f"backend={self.backend.name}"
             )
         if self.backend.name == "envpool" and self.env.kwargs.keys() & {"num_envs", "seed"}:
             raise ValueError(

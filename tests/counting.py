@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import gymnasium as gym
 import numpy as np
 
@@ -85,5 +89,31 @@ class Pickles(Counting, gym.utils.EzPickle):
         gym.utils.EzPickle.__init__(self)
 
 
-for _env in (Counting, Scripted, Odd, Reach, Pickles):
+class Faulty(gym.Env):
+    """Fails at its third step if that is action 1: raises, dies, or hangs."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, how: str = "raise"):
+        self._how = how
+        self._steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self._steps += 1
+        if self._steps == 3 and action == 1:
+            if self._how == "raise":
+                raise RuntimeError("the simulator lost its mind")
+            if self._how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+        return np.zeros(1, np.float32), 1.0, False, False, {}
+
+
+for _env in (Counting, Scripted, Odd, Reach, Pickles, Faulty):
     gym.register(f"{_env.__name__}-v0", entry_point=_env)

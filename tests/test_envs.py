@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import envpool
@@ -14,6 +17,8 @@ from gymnasium.vector import AutoresetMode
 
 from rl_pipeline.envs.envpool import EnvPoolVecEnv
 from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
+from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv, WorkerError
+from rl_pipeline.envs.gymnasium_native import GymnasiumNativeVecEnv
 from rl_pipeline.settings import AtariSettings, EnvSettings
 from rl_pipeline.types import Continuous, Discrete, Episode
 
@@ -27,7 +32,13 @@ TASKS = {  # name: Gymnasium id, EnvPool id, kind, obs shape, time limit
     "breakout": ("ALE/Breakout-v5", "Breakout-v5", "atari", (4, 84, 84), 27_000),
     "halfcheetah": ("HalfCheetah-v5", "HalfCheetah-v5", "mujoco", (17,), 1000),
 }
-on_all = pytest.mark.parametrize("task", TASKS)
+# The two others where they exist, on enough tasks to meet every kind.
+PAIRS = [
+    *((backend, task) for task in TASKS for backend in BACKENDS),
+    *(("gymnasium_async", task) for task in ("cartpole", "pendulum", "pong", "halfcheetah")),
+    *(("gymnasium_native", task) for task in ("cartpole", "pong")),
+]
+on_contract = pytest.mark.parametrize("backend, task", PAIRS)
 on_both = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -47,12 +58,16 @@ def settings(task, *, atari=None, **changes):
 def make(backend, env, num_envs=2, seed=0):
     if backend == "gymnasium":
         return GymnasiumVecEnv(env, num_envs, seed)
+    if backend == "gymnasium_async":
+        return GymnasiumAsyncVecEnv(env, num_envs, seed, step_timeout_s=20)
+    if backend == "gymnasium_native":
+        return GymnasiumNativeVecEnv(env, num_envs, seed, num_threads=1)
     return EnvPoolVecEnv(env, num_envs, seed, num_threads=1)
 
 
-def counting(name="Counting", num_envs=2, **kwargs):
+def counting(name="Counting", num_envs=2, backend="gymnasium", **kwargs):
     env = EnvSettings(name="gym", id=f"tests.counting:{name}-v0", kwargs=kwargs)
-    return GymnasiumVecEnv(env, num_envs, seed=0)
+    return make(backend, env, num_envs)
 
 
 def actions(spec, rng):
@@ -111,8 +126,7 @@ def stubbed(monkeypatch):
 # --- the contract, on every backend and task
 
 
-@on_both
-@on_all
+@on_contract
 def test_spec_shapes_and_dtypes(backend, task):
     _, _, kind, shape, limit = TASKS[task]
     vec = make(backend, settings(task), num_envs=3)
@@ -143,8 +157,7 @@ def test_spec_shapes_and_dtypes(backend, task):
         vec.step(actions(spec, np.random.default_rng(0)))
 
 
-@on_both
-@on_all
+@on_contract
 def test_seeds_reproduce_and_differ(backend, task):
     def late_obs(seed):
         vec = make(backend, settings(task), num_envs=3, seed=seed)
@@ -162,8 +175,7 @@ def test_seeds_reproduce_and_differ(backend, task):
     assert not np.array_equal(a[:, 1:], b[:, :-1])
 
 
-@on_both
-@on_all
+@on_contract
 def test_truncation_reset_rows_and_accounts(backend, task):
     vec = make(backend, settings(task, max_episode_steps=5), num_envs=2)
     obs, steps = rollout(vec, 17)
@@ -190,8 +202,7 @@ def test_truncation_reset_rows_and_accounts(backend, task):
     vec.close()
 
 
-@on_both
-@on_all
+@on_contract
 @pytest.mark.parametrize("after", [2, 3], ids=["mid-episode", "after an end"])
 def test_reset_in_the_middle(backend, task, after):
     vec = make(backend, settings(task, max_episode_steps=3), num_envs=2)
@@ -206,7 +217,7 @@ def test_reset_in_the_middle(backend, task, after):
     vec.close()
 
 
-@on_both
+@pytest.mark.parametrize("backend", [*BACKENDS, "gymnasium_async", "gymnasium_native"])
 def test_termination_shows_the_true_last_observation(backend):
     vec = make(backend, settings("cartpole"), num_envs=4)
     _, steps = rollout(vec, 120)
@@ -221,8 +232,13 @@ def test_termination_shows_the_true_last_observation(backend):
     vec.close()
 
 
-@on_both
-@pytest.mark.parametrize("task", ["cartpole", "halfcheetah", "breakout"])
+@pytest.mark.parametrize(
+    "backend, task",
+    [
+        *((backend, task) for backend, task in PAIRS if backend.startswith("gymnasium_")),
+        *((b, task) for b in BACKENDS for task in ("cartpole", "halfcheetah", "breakout")),
+    ],
+)
 def test_observations_and_rewards_are_never_overwritten(backend, task):
     vec = make(backend, settings(task, max_episode_steps=7), num_envs=2)
     first, steps = rollout(vec, 40)
@@ -243,9 +259,12 @@ def test_observations_and_rewards_are_never_overwritten(backend, task):
 
 @pytest.mark.parametrize("terminates", [True, False])
 @pytest.mark.parametrize("same_array", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_counting_environment_yields_only_real_transitions(terminates, same_array, dtype):
-    vec = counting(terminates=terminates, same_array=same_array, dtype=dtype)
+@pytest.mark.parametrize(
+    "backend, dtype",
+    [("gymnasium", "float32"), ("gymnasium", "float64"), ("gymnasium_async", "float64")],
+)
+def test_counting_environment_yields_only_real_transitions(terminates, same_array, backend, dtype):
+    vec = counting(backend=backend, terminates=terminates, same_array=same_array, dtype=dtype)
     first, steps = rollout(vec, 20)
     assert first.dtype == np.float32
     observed = [first, *(step.obs for step in steps)]
@@ -261,6 +280,56 @@ def test_counting_environment_yields_only_real_transitions(terminates, same_arra
             )
     assert len(pairs) == 30 and set(pairs) == {(0, 1), (1, 2), (2, 3)}
     assert vec.pop_episodes() == [Episode(i, 3.0, 3.0, 3) for _ in range(5) for i in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("raise", ["environment 1 raised RuntimeError: the simulator lost its mind"]),
+        ("die", ["process of environment 1 ended by signal 9"]),
+        ("hang", ["environment 1 did not answer", "backend.step_timeout_s=2"]),
+    ],
+)
+def test_a_worker_that_fails_is_named_and_nothing_is_left(how, words):
+    env = EnvSettings(name="gym", id="tests.counting:Faulty-v0", kwargs={"how": how})
+    vec = GymnasiumAsyncVecEnv(env, 3, seed=0, step_timeout_s=2)
+    workers = list(vec._vec.processes)
+    vec.reset()
+    vec.step([1, 1, 1])
+    vec.step([1, 1, 1])
+    begin = time.monotonic()
+    with pytest.raises(WorkerError) as error:
+        vec.step([0, 1, 0])
+    assert time.monotonic() - begin < 10
+    for word in ["env=gym", *words]:
+        assert word in str(error.value)
+    assert not any(worker.is_alive() for worker in workers)
+    vec.close()
+
+
+def test_workers_leave_ctrl_c_to_the_trainer():
+    vec = counting(backend="gymnasium_async")
+    vec.reset()
+    for worker in vec._vec.processes:
+        os.kill(worker.pid, signal.SIGINT)
+    time.sleep(0.2)
+    assert vec.step([0, 0]).valid.all()
+    vec.close()
+
+
+def test_a_task_without_a_native_form_is_refused():
+    with pytest.raises(ValueError, match="vector_entry_point.*backend=gymnasium"):
+        make("gymnasium_native", settings("pendulum"))
+
+
+def test_native_games_with_lives_are_refused_unless_full_games_are_meant():
+    with pytest.raises(ValueError, match="env.atari.episodic_life=false"):
+        make("gymnasium_native", settings("breakout"))
+    vec = make("gymnasium_native", settings("breakout", atari={"episodic_life": False}))
+    _, steps = rollout(vec, 400)
+    episodes = vec.pop_episodes()
+    assert len(episodes) == sum(step.terminated.sum() for step in steps) >= 2
+    vec.close()
 
 
 def test_envpool_reset_rows_are_never_valid(monkeypatch):
@@ -324,7 +393,7 @@ def test_unclipped_where_switched_off():
 # --- Atari
 
 
-@on_both
+@pytest.mark.parametrize("backend", [*BACKENDS, "gymnasium_async"])
 def test_a_life_is_not_a_game(backend):
     vec = make(backend, settings("breakout"), num_envs=2)
     _, steps = rollout(vec, 500)

@@ -44,8 +44,8 @@ class AtariEnv(gym.Wrapper):
     the game and keeps the frame stack. The array returned is overwritten by the next call.
     """
 
-    def __init__(self, game: gym.Env, env: EnvSettings):
-        """`game` comes from `gym.make` with `emulator_settings`."""
+    def __init__(self, game: gym.Env, env: EnvSettings, informs: bool = False):
+        """`game` comes from `gym.make` with `emulator_settings`; `informs` fills `info`."""
         super().__init__(game)
         atari = env.atari
         assert atari is not None
@@ -59,6 +59,7 @@ class AtariEnv(gym.Wrapper):
         self._fires = atari.fire_reset and ale_py.Action.FIRE in self._actions
         self._pooled, self._latest = (np.zeros(self._ale.getScreenDims(), np.uint8) for _ in "ab")
         self._stack = np.zeros((atari.frame_stack, atari.screen_size, atari.screen_size), np.uint8)
+        self._informs = informs
         self._elapsed = 0
         self._lives = 0
         self._game_over = True
@@ -95,7 +96,7 @@ class AtariEnv(gym.Wrapper):
         if fill:
             self._stack[:] = self._stack[-1]
         self._lives, self._game_over = ale.lives(), False
-        return self._stack, {}
+        return self._stack, self._info()
 
     def step(self, action: Any):
         """`frame_skip` emulator steps; returns the usual five, the reward untransformed."""
@@ -118,7 +119,10 @@ class AtariEnv(gym.Wrapper):
         life_lost = self._atari.episodic_life and 0 < lives < self._lives
         self._lives, self._game_over = lives, over
         self.game_ended = over or truncated
-        return self._stack, reward, (over or life_lost) and not truncated, truncated, {}
+        return self._stack, reward, (over or life_lost) and not truncated, truncated, self._info()
+
+    def _info(self) -> dict[str, Any]:
+        return {"game_ended": self.game_ended} if self._informs else {}
 
     def _num_noops(self) -> int:
         """As EnvPool draws it: the press of FIRE counts as one of `noop_max`."""

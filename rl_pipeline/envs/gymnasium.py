@@ -27,7 +27,7 @@ class GymnasiumVecEnv(BaseVecEnv):
         """Raise ValueError for an id, package or constructor argument that does not work here."""
         self._atari = env.kind == "atari"
         self._seeds: list[int | None] | None = [*env_seeds(seed, num_envs)]
-        make = partial(_make_atari if self._atari else _make, env)
+        make = partial(make_env, env)
         self._vec = SyncVectorEnv(
             [make] * num_envs, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP
         )
@@ -126,7 +126,15 @@ def _make(env: EnvSettings, **fixed) -> gym.Env:
         raise ValueError(f"env.kwargs={env.kwargs} do not fit env.id={env.id}: {error}") from error
 
 
-def _make_atari(env: EnvSettings) -> gym.Env:
+def make_env(env: EnvSettings, informs: bool = False) -> gym.Env:
+    """One environment of the task; `informs`: a game's end is also told by `info`.
+
+    Raises ValueError for an id, package or constructor argument that does not work here.
+    """
+    return _make_atari(env, informs) if env.kind == "atari" else _make(env)
+
+
+def _make_atari(env: EnvSettings, informs: bool) -> gym.Env:
     try:
         from rl_pipeline.envs.atari import AtariEnv, emulator_settings
     except ImportError as error:
@@ -136,4 +144,4 @@ def _make_atari(env: EnvSettings) -> gym.Env:
         ) from error
     fixed = emulator_settings(env)
     game = _make(env.model_copy(update={"max_episode_steps": None}), **fixed)
-    return AtariEnv(game, env)
+    return AtariEnv(game, env, informs)
