@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import gymnasium as gym
@@ -108,7 +109,9 @@ class Faulty(gym.Env):
         self._steps += 1
         if self._steps == 3 and action == 1:
             if self._how == "raise":
-                raise RuntimeError("the simulator lost its mind")
+                error = RuntimeError("the simulator lost its mind")
+                error.lock = threading.Lock()  # does not pickle
+                raise error
             if self._how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1000)

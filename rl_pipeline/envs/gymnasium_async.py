@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState, _async_worker
@@ -31,9 +32,43 @@ class _Workers(AsyncVectorEnv):
     def _raise_if_errors(self, successes: Any) -> None:
         if all(successes):
             return
-        index, kind, value, _ = self.error_queue.get()
+        index, _, value, _ = self.error_queue.get()
         self._state = AsyncState.DEFAULT
-        raise WorkerError(f"environment {index} raised {kind.__name__}: {value}")
+        raise WorkerError(f"environment {index} raised {value}")
+
+
+class _Telling(gym.Wrapper):
+    """What comes back from a worker: errors as plain text, and of `info` only what is read.
+
+    An exception that does not pickle would be lost in the worker, and the trainer wait for it.
+    """
+
+    def reset(self, **options: Any) -> Any:
+        try:
+            obs, info = self.env.reset(**options)
+        except Exception as error:
+            raise _told(error) from error
+        return obs, _read(info)
+
+    def step(self, action: Any) -> Any:
+        try:
+            *row, info = self.env.step(action)
+        except Exception as error:
+            raise _told(error) from error
+        return *row, _read(info)
+
+
+def _read(info: dict[str, Any]) -> dict[str, Any]:
+    return {"game_ended": info["game_ended"]} if "game_ended" in info else {}
+
+
+def _told(error: Exception) -> WorkerError:
+    return WorkerError(f"{type(error).__name__}: {error}")
+
+
+def _make(env: EnvSettings) -> gym.Env:
+    """One environment as a worker makes it: it also informs about games, by `info`."""
+    return _Telling(make_env(env, informs=True))
 
 
 class GymnasiumAsyncVecEnv(BaseVecEnv):
@@ -48,15 +83,16 @@ class GymnasiumAsyncVecEnv(BaseVecEnv):
         self._atari = env.kind == "atari"
         self._seeds: list[int | None] | None = [*env_seeds(seed, num_envs)]
         self._timeout_s = step_timeout_s
-        # The workers inform about games by `info`: their attributes are in other processes.
-        make = partial(make_env, env, informs=True)
-        probe: Any = make()
+        probe: Any = make_env(env)
         limit = probe.spec.max_episode_steps if probe.spec else None
         if self._atari:
             limit = probe.max_episode_steps
         probe.close()
         self._vec = _Workers(
-            [make] * num_envs, copy=False, worker=_work, autoreset_mode=AutoresetMode.NEXT_STEP
+            [partial(_make, env)] * num_envs,
+            copy=False,
+            worker=_work,
+            autoreset_mode=AutoresetMode.NEXT_STEP,
         )
         try:
             super().__init__(
