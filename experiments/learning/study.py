@@ -65,7 +65,12 @@ def run_cell(task: Task, backend: str, seed: int) -> None:
     record = {key: result[key] for key in kept} | {
         "curve": curve,
         "git": result["provenance"]["git"],
-        "dirty": result["provenance"]["dirty"],
+        # This study's own results do not make its code another one.
+        "dirty": [
+            name
+            for name in result["provenance"]["dirty_files"] or []
+            if not name.startswith("experiments/learning/")
+        ],
         "cpu": result["hardware"]["cpu_model"],
     }
     RESULTS.mkdir(exist_ok=True)
