@@ -233,7 +233,8 @@ class Session:
         phases = self.recorder.phases()
         scores = self._scores
         tracked = self.tracker.state()
-        wall = max(self.recorder.wall_s, 1e-9)
+        throughput = self.recorder.throughput()
+        wall = throughput["steady_s"] or self.recorder.wall_s or 1e-9
         cost = {
             "phases_s": self.phases.entries * Phases.cost_s() if self.phases.entries else 0.0,
             "recorder_s": self.recorder.cpu_s,
@@ -252,7 +253,7 @@ class Session:
                 "episodes": self.counters.episodes,
                 "skipped_updates": self.counters.skipped_updates,
             },
-            "throughput": self.recorder.throughput(),
+            "throughput": throughput,
             "returns": {
                 "train_mean": self.recorder.return_mean,
                 "eval_mean": None if scores is None else float(scores.mean()),
@@ -261,7 +262,7 @@ class Session:
                 "eval_scores": [] if scores is None else [float(s) for s in scores],
             },
             "compile": {"graphs": 0, "recompiles": 0, "graph_breaks": 0},
-            "accounting": {**cost, "share_of_wall": sum(cost.values()) / wall},
+            "accounting": {**cost, "share_of_steady_wall": sum(cost.values()) / wall},
             "hardware": self.hardware.facts(),
             "tracking": tracked,
         }
