@@ -7,6 +7,8 @@ import os
 import secrets
 import shlex
 import shutil
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,13 @@ import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from rl_pipeline import checkpoint, config
+from rl_pipeline import checkpoint, config, runs
 from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.evaluate import evaluate
 from rl_pipeline.phases import NullPhases, Phases
 from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
 from rl_pipeline.session import Session
-from rl_pipeline.settings import Settings
+from rl_pipeline.settings import ConfigError, Settings
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import Progress
 from rl_pipeline.telemetry.provenance import provenance
@@ -70,6 +72,11 @@ def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tra
         return NullTracker()
     study = facts["study"]
     git = facts["provenance"]["git"]
+    tracking = settings.tracking
+    resumed = folder / "tracking.json"
+    if tracking.uri is None and resumed.exists() and "MLFLOW_TRACKING_URI" not in os.environ:
+        # A run stays where it began, also when it is resumed from another directory.
+        tracking = tracking.model_copy(update={"uri": json.loads(resumed.read_text())["uri"]})
     tags = {
         "run_id": facts["run_id"],
         "run_folder": str(folder.resolve()),
@@ -78,11 +85,13 @@ def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tra
         "mlflow.note.content": describe(settings, facts),
         **{f"effective.{k}": str(v) for k, v in facts["effective"].items()},
     }
+    if settings.study.name:
+        tags["study"] = settings.study.name
     if git:
         tags["mlflow.source.git.commit"] = git
     params = flatten(settings.model_dump(mode="json")) | {"seed": facts["seed"]}
     return Tracker(
-        folder, settings.tracking, run_name=facts["name"], params=params, tags=tags,
+        folder, tracking, run_name=facts["name"], params=params, tags=tags,
         parent_run_id=study.get("parent_run_id"),
     )  # fmt: skip
 
@@ -174,8 +183,7 @@ def make_session(
     if settings.resume:
         saved = json.loads((folder / "run.json").read_text())
         state = load_checkpoint(folder)
-        config.check_resumed(settings, saved["settings"])
-    run_id = saved["run_id"] if saved else folder.name.rsplit("-", 1)[-1]
+    run_id = saved["run_id"] if saved else runs.run_id_of(folder)
     if settings.seed is not None:
         seed = settings.seed
     else:
@@ -192,7 +200,7 @@ def make_session(
     buffer = RolloutBuffer(envs.spec, settings.algo.horizon, learner.extras, runtime.device)
     facts["buffer_bytes"] = buffer.nbytes
 
-    def evaluation(index: int) -> np.ndarray:
+    def evaluation(index: int, stop: Callable[[], object]) -> np.ndarray | None:
         eval_envs = make_envs(
             settings,
             min(settings.eval.num_envs, settings.eval.episodes),
@@ -201,18 +209,21 @@ def make_session(
         )
         try:
             return evaluate(
-                eval_envs, learner.act_greedy, settings.eval.episodes, settings.eval.max_steps
+                eval_envs, learner.act_greedy, settings.eval.episodes, settings.eval.max_steps, stop
             )
         finally:
             eval_envs.close()
 
     # From here on nothing in the settings can be wrong: the run exists.
-    if not saved:
+    if saved:
+        # What is resumed again later goes on from the settings of now.
+        record = saved | {"overrides": overrides}
+    else:
         record = {
             "run_id": run_id, "seed": seed, "overrides": overrides,
             "settings": settings.model_copy(update={"seed": seed}).model_dump(mode="json"),
         }  # fmt: skip
-        (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
     tracker = make_tracker(settings, folder, facts)
     tracker.start()
     hardware = HardwareSampler(cpu_budget=runtime.threads.budget)
@@ -227,7 +238,7 @@ def make_session(
         checkpoints=checkpoint.Checkpoints(
             folder / "checkpoints", settings.checkpoint.keep_last, settings.checkpoint.keep_best
         ),
-        evaluate=evaluation,
+        evaluate=evaluation, synchronize=runtime.synchronize,
     )  # fmt: skip
     return session, state
 
@@ -236,11 +247,17 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     """The newest checkpoint of a run; raises ConfigError where it left none."""
     latest = checkpoint.Checkpoints(folder / "checkpoints", 1, False).latest()
     if latest is None:
-        raise config.ConfigError(
+        raise ConfigError(
             f"resume={folder}: the run left no checkpoint (it stopped before "
             "checkpoint.every_steps); start a new run"
         )
     return checkpoint.load(latest)
+
+
+def _is_ours(error: ValueError) -> bool:
+    """Raised by this package, for the user; not from within an environment or a library."""
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return Path(last[0].f_code.co_filename).is_relative_to(config.PACKAGE)
 
 
 def train(cfg: DictConfig) -> dict[str, Any]:
@@ -256,7 +273,9 @@ def train(cfg: DictConfig) -> dict[str, Any]:
             shutil.rmtree(folder / ".hydra", ignore_errors=True)
             with suppress(OSError):  # kept where the user had other files in it
                 folder.rmdir()
-        raise config.ConfigError(str(error)) from error
+        if not _is_ours(error):
+            raise
+        raise ConfigError(str(error)) from error
     for what, why in session.facts["reasons"].items():
         session.progress.message(f"{what}: {why}")
     return session.run(state)

@@ -21,18 +21,23 @@ class Checkpoints:
         if best.exists():
             self._best = load(best)["score"]
 
-    def save(self, env_steps: int, state: dict[str, Any], score: float | None) -> Path:
-        """Write one checkpoint; `score` (higher is better) decides whether it becomes the best."""
+    def save(self, env_steps: int, state: dict[str, Any]) -> Path:
+        """Write one checkpoint and drop the oldest."""
         path = self._folder / f"step-{env_steps:012d}.pt"
-        state = {**state, "format": FORMAT, "score": float("-inf") if score is None else score}
-        self._folder.mkdir(parents=True, exist_ok=True)
-        _write(path, state)
+        self._write(path, state)
         for old in self._all()[: -self._keep_last]:
             old.unlink()
-        if self._keep_best and score is not None and score > self._best:
-            self._best = score
-            _write(self._folder / "best.pt", state)
         return path
+
+    def offer_best(self, state: dict[str, Any], score: float) -> None:
+        """Keep `state` as the best if its own score, higher is better, beats all before."""
+        if self._keep_best and score > self._best:
+            self._best = score
+            self._write(self._folder / "best.pt", {**state, "score": score})
+
+    def _write(self, path: Path, state: dict[str, Any]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _write(path, {**state, "format": FORMAT})
 
     def latest(self) -> Path | None:
         """The newest checkpoint, or None."""

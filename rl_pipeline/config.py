@@ -5,28 +5,25 @@ Together with build.py the only place that sees a DictConfig.
 
 from __future__ import annotations
 
+import ctypes
 import difflib
-import functools
-import json
 import os
 import re
-import secrets
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from rl_pipeline.settings import Settings
+from rl_pipeline.runs import check_folder, parse_overrides, run_dir, with_resumed_overrides
+from rl_pipeline.settings import ConfigError, Settings
 
 PACKAGE = Path(__file__).parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
@@ -42,11 +39,6 @@ PLANNED = {
     "mode": {"overlap", "apex", "seed"},
     "profile": {"cprofile", "trace", "serialised"},
 }
-FIXED_ON_RESUME = ("seed", "env", "backend.name", "backend.num_envs", "buffer", "network", "algo")
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be: the message names it and the way out."""
 
 
 # -- reading ------------------------------------------------------------------------------------
@@ -146,7 +138,7 @@ def explain_composition(error: Exception) -> str:
         group, option = found.groups()
         if option in PLANNED.get(group, ()):
             return _planned(group, option)
-        return f"{group}={option} does not exist; {_options(group, option)}"
+        return f"{group}={option} does not exist here; {_options(group, option)}"
     if found := re.search(r"Could not override '([^']+)'", text):
         key = found.group(1).split("@")[0]
         if key in groups():
@@ -168,6 +160,8 @@ def groups() -> list[str]:
 
 
 def _options(group: str, near: str | None = None) -> str:
+    if group.startswith("hydra/"):
+        return f"is its package installed? ({group}=optuna: pip install 'rl_pipeline[sweep]')"
     valid = sorted(p.stem for p in (CONF / group).glob("*.yaml"))
     hint = _near(near, valid) if near else ""
     return f"{group} can be {', '.join(valid)}" + hint if valid else f"{group} has no options yet"
@@ -190,16 +184,34 @@ def refusing() -> Iterator[None]:
 
 def run_main(main: Callable[[], Any]) -> None:
     """Call a Hydra entrypoint."""
-    OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
+    OmegaConf.register_new_resolver("run_dir", run_dir, replace=True)
     # Hydra would print composition errors itself, in its own words.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    _die_with_the_sweep()
+    # A sweep that is told to end must end its jobs, as with Ctrl-C.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     try:
         with refusing():
             sys.argv[1:] = with_resumed_overrides(sys.argv[1:])
             main()
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt as stopped:
+        print(f"stopped by {stopped or 'SIGINT'}", file=sys.stderr)
+        sys.exit(143 if str(stopped) == "SIGTERM" else 130)
+
+
+def _interrupt(number: int, _: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _die_with_the_sweep() -> None:
+    """In a sweep's job: be told to end when the sweep is killed without a chance to say so."""
+    parent = os.environ.pop("RL_PIPELINE_SWEEP_PID", None)
+    if parent and sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, prctl(2)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != int(parent):
+            sys.exit("the sweep of this job is gone")
 
 
 class Gate(Callback):
@@ -209,7 +221,9 @@ class Gate(Callback):
         """Validate before Hydra makes the run folder."""
         # Hydra turns exceptions of callbacks into warnings; the SystemExit of refusing() passes.
         with refusing():
-            check_machine(load(job_config(config)))
+            settings = load(job_config(config))
+            check_machine(settings)
+            check_folder(settings, Path(str(config.hydra.run.dir)))
 
 
 def sweep_settings(config: DictConfig) -> list[Settings]:
@@ -227,12 +241,14 @@ def sweep_settings(config: DictConfig) -> list[Settings]:
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
     settings = []
-    for batch in BasicSweeper.split_arguments(_parse(arguments), max_batch_size=None):
+    for batch in BasicSweeper.split_arguments(parse_overrides(arguments), max_batch_size=None):
         for job in batch:
             try:
                 cfg = hydra.config_loader.load_sweep_config(config, list(job))
                 settings.append(load(job_config(cfg)))
                 check_machine(settings[-1])
+                if settings[-1].resume:
+                    raise ConfigError("resume continues one run and cannot be swept")
             except (ConfigError, HydraException) as error:
                 why = str(error) if isinstance(error, ConfigError) else explain_composition(error)
                 raise ConfigError(f"job {' '.join(job)}: {why}") from None
@@ -241,7 +257,7 @@ def sweep_settings(config: DictConfig) -> list[Settings]:
 
 def varied_keys(config: DictConfig) -> list[str]:
     """The keys that a sweep varies, from the command line and from hydra.sweeper.params."""
-    overrides = _parse(list(config.hydra.overrides.task))
+    overrides = parse_overrides(list(config.hydra.overrides.task))
     swept = [o.key_or_group for o in overrides if o.is_sweep_override()]
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     return swept + [str(k).lstrip("+") for k in params if str(k).lstrip("+") not in swept]
@@ -271,84 +287,3 @@ def check_machine(settings: Settings) -> None:
         resolve(settings.tracking, Path.cwd(), dict(os.environ))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-# -- run folders and resume -----------------------------------------------------------------------
-
-
-@functools.cache
-def _run_dir(root: str, resume: str | None) -> str:
-    """A folder that no other run has (time + short id), or the one being resumed.
-
-    One answer per process: Hydra resolves the same interpolation in several copies of the config.
-    """
-    if resume:
-        return str(find_run(resume))
-    now = datetime.now()
-    return f"{root}/{now:%Y-%m-%d}/{now:%H-%M-%S}-{secrets.token_hex(4)}"
-
-
-def find_run(name: str) -> Path:
-    """The folder of a run: itself, or by its run id or MLflow run id below outputs/, multirun/.
-
-    Raises ConfigError where there is none.
-    """
-    if (Path(name) / "run.json").exists():
-        return Path(name)
-    for folder in _run_folders():
-        if json.loads((folder / "run.json").read_text())["run_id"] == name:
-            return folder
-        mlflow = folder / "mlflow.json"
-        if mlflow.exists() and json.loads(mlflow.read_text()).get("run_id") == name:
-            return folder
-    raise ConfigError(
-        f"resume={name}: no such run; give a run folder (it holds run.json) or the id of a run "
-        "below outputs/ or multirun/ of the working directory"
-    )
-
-
-def _run_folders() -> Iterator[Path]:
-    for root in ("outputs", "multirun"):
-        yield from (p.parent for p in Path(root).rglob("run.json"))
-
-
-def with_resumed_overrides(argv: list[str]) -> list[str]:
-    """Put the overrides of the run that `resume=` names before those given now, which win."""
-    given = [o.value() for o in _parse([a for a in argv if a.startswith("resume=")])]
-    if not given or given[-1] is None:
-        return argv
-    folder = find_run(str(given[-1]))
-    saved = yaml.safe_load((folder / "run.json").read_text())["overrides"]
-    # The seed may have been drawn: it is part of the run, whatever the overrides said.
-    return [*saved, *argv]
-
-
-def _parse(overrides: list[str]) -> list[Any]:
-    try:
-        return OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        raise ConfigError(str(error).replace("\n", " ")) from None
-
-
-def check_resumed(now: Settings, then: dict[str, Any]) -> None:
-    """Refuse a resume that would make another run of it; raises ConfigError naming the key."""
-    current = now.model_dump(mode="json")
-    for key in FIXED_ON_RESUME:
-        old, new = _get(then, key), _get(current, key)
-        if key == "seed" and new is None:
-            continue
-        if old != new:
-            changed = key
-            if isinstance(old, dict):
-                changed = next(f"{key}.{k}" for k in old if old[k] != new.get(k))
-                old, new = _get(then, changed), _get(current, changed)
-            raise ConfigError(
-                f"resume cannot change {changed} from {old} to {new}: the run would not be the "
-                f"same; leave it out, or start a new run"
-            )
-
-
-def _get(values: Any, dotted: str) -> Any:
-    for part in dotted.split("."):
-        values = values[part]
-    return values

@@ -26,6 +26,13 @@ def cpu_budget(
     if quota.strip() not in ("max", "-1"):
         limits["cgroup quota"] = max(1, int(quota) // int(period))
     if user := environ.get("RL_PIPELINE_CPUS"):
-        limits["RL_PIPELINE_CPUS"] = max(1, int(user))
+        limits["RL_PIPELINE_CPUS"] = positive_int("RL_PIPELINE_CPUS", user)
     reason = min(limits, key=lambda name: limits[name])
     return limits[reason], reason
+
+
+def positive_int(name: str, text: str) -> int:
+    """The number in an environment variable; raises ValueError naming it."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"the environment variable {name}={text} must be a positive integer")
+    return int(text)

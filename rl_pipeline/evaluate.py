@@ -14,12 +14,13 @@ def evaluate(
     act: Callable[[np.ndarray], np.ndarray],
     episodes: int,
     max_steps: int,
-) -> np.ndarray:
-    """Scores [episodes] of full games, raw rewards.
+    stop: Callable[[], object] = lambda: False,
+) -> np.ndarray | None:
+    """Scores of `episodes` full games, raw rewards; None once `stop()` is true.
 
     Every environment plays a share fixed beforehand: taking the first games to finish would count
     short ones too often. A game that runs longer than `max_steps` agent steps counts with the
-    score it has then.
+    score it has then, and is its environment's last: fewer scores come back.
     """
     num_envs = envs.spec.num_envs
     share = np.full(num_envs, episodes // num_envs)
@@ -28,6 +29,8 @@ def evaluate(
     running, length = np.zeros(num_envs), np.zeros(num_envs, int)
     obs = envs.reset()
     while share.any():
+        if stop():
+            return None
         step = envs.step(act(obs))
         obs = step.obs
         running += step.raw_reward * step.valid
@@ -38,8 +41,6 @@ def evaluate(
                 share[game.env_id] -= 1
             running[game.env_id] = length[game.env_id] = 0
         for i in np.flatnonzero((length >= max_steps) & (share > 0)):
-            # Cut once: without a time limit the rest of this environment's share would be
-            # pieces of the same game.
-            scores.extend([float(running[i])] * int(share[i]))
+            scores.append(float(running[i]))
             share[i] = 0
     return np.array(scores)

@@ -60,6 +60,14 @@ def _conv(
     return layer
 
 
+class Floats(nn.Module):
+    """Observations of any numeric kind as flat float32 vectors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, ...] -> float32 [B, D]."""
+        return x.flatten(1).float()
+
+
 class Pixels(nn.Module):
     """uint8 images to [0, 1]."""
 
@@ -91,9 +99,14 @@ def make_trunk(
             layers, width = _mlp(
                 math.prod(obs_shape), network.hidden, network.activation, generator
             )
-            head: list[nn.Module] = [nn.Flatten()] if len(obs_shape) != 1 else []
-            return nn.Sequential(*head, *layers), width
+            return nn.Sequential(Floats(), *layers), width
         case "nature_cnn":
+            if len(obs_shape) != 3 or min(obs_shape[1:]) < 36:
+                raise ValueError(
+                    f"network=nature_cnn needs images [channels, height, width] of at least 36x36, "
+                    f"the environment observes {list(obs_shape)}; use network=mlp, a wrapper that "
+                    "puts channels first, or a larger env.atari.screen_size"
+                )
             convs = nn.Sequential(
                 Pixels(),
                 _conv(obs_shape[0], 32, 8, 4, generator),

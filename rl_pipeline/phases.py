@@ -17,10 +17,11 @@ NAMES = (
 
 
 class _Phase:
-    __slots__ = ("name", "ns", "_owner", "_events")
+    __slots__ = ("name", "ns", "_owner", "_events", "_begin")
 
     def __init__(self, name: str, owner: Phases) -> None:
         self.name, self.ns, self._owner = name, 0, owner
+        self._begin: Any = None
         self._events: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
@@ -29,29 +30,41 @@ class _Phase:
         stack = owner._stack
         if stack:
             stack[-1].ns += now - owner._mark
+            if owner._new_event:
+                stack[-1]._stop_device()
         stack.append(self)
         owner._mark = now
         if owner._new_event:
-            begin = owner._new_event()
-            begin.record()
-            self._events.append((begin, None))
+            self._start_device()
 
     def __exit__(self, *_: object) -> None:
         owner = self._owner
+        stack = owner._stack
         if owner._new_event:
-            end = owner._new_event()
-            end.record()
-            self._events[-1] = (self._events[-1][0], end)
+            self._stop_device()
         now = owner._clock()
         self.ns += now - owner._mark
-        owner._stack.pop()
+        stack.pop()
         owner._mark = now
         owner.entries += 1
+        if owner._new_event and stack:
+            stack[-1]._start_device()
+
+    # Device time is exclusive like host time: a nested phase ends its parent's piece.
+    def _start_device(self) -> None:
+        assert self._owner._new_event is not None
+        self._begin = self._owner._new_event()
+        self._begin.record()
+
+    def _stop_device(self) -> None:
+        assert self._owner._new_event is not None
+        end = self._owner._new_event()
+        end.record()
+        self._events.append((self._begin, end))
 
     def pop_device_s(self) -> float:
-        """Device seconds between the event pairs since the last call; waits for the last one."""
-        done = [pair for pair in self._events if pair[1] is not None]
-        self._events = [pair for pair in self._events if pair[1] is None]
+        """Device seconds of the finished pieces since the last call; waits for the last one."""
+        done, self._events = self._events, []
         if done:
             done[-1][1].synchronize()
         return sum(begin.elapsed_time(end) for begin, end in done) / 1e3
@@ -98,8 +111,9 @@ class Phases:
     def _charge_device_time(self, seconds: dict[str, float]) -> None:
         """Move the time that the host spent waiting in d2h to the phases that launched the work.
 
-        Nothing but the copy of actions to the host blocks the loop, so what a phase's device time
-        exceeds its host time by was paid for there. The sum stays the wall time.
+        Between two ticks nothing but the copy of actions to the host blocks the loop, so what a
+        phase's device time exceeds its host time by was paid for there. The sum stays the wall
+        time. The caller drains the device inside `learn` before a tick.
         """
         for name, phase in self._phases.items():
             hidden = phase.pop_device_s() - seconds[name]
@@ -108,10 +122,9 @@ class Phases:
                 seconds[name] += moved
                 seconds["d2h"] -= moved
 
-    @staticmethod
-    def cost_s(rounds: int = 2000) -> float:
+    def cost_s(self, rounds: int = 2000) -> float:
         """Seconds that entering and leaving one phase costs on this machine now."""
-        phases = Phases()
+        phases = Phases(new_event=self._new_event)
         begin = time.perf_counter()
         for _ in range(rounds):
             with phases("act"):
@@ -133,6 +146,11 @@ class NullPhases:
     """Phases that measure nothing."""
 
     entries = 0
+
+    def cost_s(self) -> float:
+        """Nothing."""
+        return 0.0
+
     _null = _NullPhase()
 
     def __call__(self, name: str) -> _NullPhase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+CAPTION = (
+    "median env steps/s, mean return over runs (min - max); ranges that overlap are no difference;"
+    "\n* no steady state was reached: longer runs (total_steps) can be compared"
+)
 
 
 def objective(result: dict[str, Any]) -> float:
@@ -72,7 +78,7 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
             bound = found["upper_bound_speedup"]
             gain = f"at most {bound:.1f}x faster if it were free" if bound else ""
             grid.add_row("bottleneck", f"{found['phase']} ({found['share']:.0%}): {gain}")
-    grid.add_row("folder", str(result["folder"]))
+    grid.add_row("folder", shown_path(result["folder"]))
     tracked = result.get("tracking", {})
     if tracked.get("run_id"):
         if tracked.get("trouble"):
@@ -80,11 +86,16 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         grid.add_row("mlflow", how_to_open(tracked["uri"]))
     elif tracked.get("trouble") or tracked.get("pending"):
         grid.add_row("mlflow", f"not reached ({tracked.get('trouble')}); rows in metrics.jsonl")
-        grid.add_row(
-            "", f"ship them later: python -m rl_pipeline.telemetry.writer {result['folder']}"
-        )
+        folder = shown_path(result["folder"])
+        grid.add_row("", f"ship them later: python -m rl_pipeline.telemetry.writer {folder}")
     console.print()
     console.print(grid)
+
+
+def shown_path(path: str) -> str:
+    """`path` as one types it from here."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
 
 
 def _startup(result: dict[str, Any]) -> str:
@@ -132,7 +143,7 @@ def sweep_rows(
     """Header and rows of a sweep's table: one row per setting, over its seeds."""
     header = ["setting", "runs", "env steps/s", "vs first", "return", "failed"]
     rows: list[list[str]] = []
-    baseline: float | None = None
+    baseline: tuple[list[float], bool] | None = None
     for name, members in group(results, varied).items():
         done = [r for r in members if r["status"] == "finished"]
         failed = len(members) - len(done)
@@ -141,13 +152,28 @@ def sweep_rows(
             continue
         rates = [r["throughput"]["env_steps_per_s"] for r in done]
         returns = [objective(r) for r in done]
-        rate = statistics.median(rates)
-        baseline = baseline or rate
+        steady = all(r["throughput"]["steady"] for r in done)
+        baseline = baseline or (rates, steady)
+        speed = _with_range(statistics.median(rates), rates, ",.0f") + ("" if steady else "*")
         rows.append([
-            name, str(len(members)), _with_range(rate, rates, ",.0f"), f"{rate / baseline:.2f}x",
+            name, str(len(members)), speed, _ratio(rates, baseline[0], steady and baseline[1]),
             _with_range(statistics.mean(returns), returns, ".1f"), str(failed or ""),
         ])  # fmt: skip
     return header, rows
+
+
+def _ratio(rates: list[float], first: list[float], steady: bool) -> str:
+    """Speed against the first setting, as far as these runs can tell."""
+    if rates is first:
+        return "1"
+    if not steady:
+        return "too short"
+    ratio = f"{statistics.median(rates) / statistics.median(first):.2f}x"
+    if min(len(rates), len(first)) < 2:
+        return f"{ratio} (one run)"
+    if min(rates) <= max(first) and min(first) <= max(rates):
+        return "no difference"
+    return ratio
 
 
 def _with_range(middle: float, values: Sequence[float], form: str) -> str:
@@ -169,7 +195,7 @@ def print_sweep(
     """Print a sweep's table and its failures; returns the table as Markdown."""
     console = console or wide_console()
     header, rows = sweep_rows(results, varied)
-    table = Table(caption="median env steps/s, mean return over runs (min - max)")
+    table = Table(caption=CAPTION)
     for i, title in enumerate(header):
         table.add_column(title, justify="left" if i == 0 else "right")
     for row in rows:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rl_pipeline.cpus import cpu_budget
+from rl_pipeline.cpus import cpu_budget, positive_int
 from rl_pipeline.settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,7 +44,8 @@ def thread_plan(settings: Settings, budget: int, reason: str) -> ThreadPlan:
     """
     reasons = {"budget": f"{budget} cores ({reason})"}
     if user := os.environ.get("OMP_NUM_THREADS"):
-        torch_threads = int(user)
+        # OpenMP takes a list, one number per nesting level: the first is ours.
+        torch_threads = positive_int("OMP_NUM_THREADS", user.split(",")[0])
         reasons["torch"] = f"{user} (OMP_NUM_THREADS)"
     elif settings.network.name == "mlp":
         # Small matrix products lose more to waking a second thread than they gain.
@@ -159,6 +160,11 @@ class Runtime:
     def generator(self, stream: str) -> torch.Generator:
         """A fresh generator of one of the run's streams, on the device."""
         return torch.Generator(self.device).manual_seed(stream_seed(self.seed, stream))
+
+    def synchronize(self) -> None:
+        """Wait for the device's queued work; nothing to wait for on the CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def new_event(self) -> Callable[[], Any] | None:
         """Factory of timing events where work is asynchronous, else None."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from rl_pipeline.types import Episode, Learner, Metrics, VecEnv
 
 DRAIN_S = 60.0
 """How long a finished run waits for the tracking store to take the last rows."""
+TROUBLED_DRAIN_S = 3.0
+"""The same for a store that does not answer: the tracker goes on alone, the rows are on disk."""
 
 
 class Killed(BaseException):
@@ -39,16 +42,17 @@ class Killed(BaseException):
 class StopRequest:
     """SIGINT and SIGTERM as a request, honoured between updates, where the state is whole.
 
-    A second SIGINT interrupts at once.
+    A second signal interrupts at once.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
 
     def _on_signal(self, number: int, _: object) -> None:
+        name = signal.Signals(number).name
         if self.reason:
-            raise KeyboardInterrupt
-        self.reason = signal.Signals(number).name
+            raise Killed(name)
+        self.reason = name
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -81,8 +85,10 @@ class Session:
     hardware: HardwareSampler
     progress: Progress | NullProgress
     checkpoints: Checkpoints
-    evaluate: Callable[[int], np.ndarray]
-    """Scores of the n-th evaluation of this run."""
+    evaluate: Callable[[int, Callable[[], object]], np.ndarray | None]
+    """Scores of the n-th evaluation of this run; None once the function it is given is true."""
+    synchronize: Callable[[], None]
+    """Waits for the device."""
     counters: sync.Counters = field(default_factory=sync.Counters)
     stop: StopRequest = field(default_factory=StopRequest)
     _scores: np.ndarray | None = None
@@ -135,23 +141,26 @@ class Session:
             games = self.envs.pop_episodes()
             self.counters.episodes += len(games)
             self.recorder.episodes(games)
-        steps, total = self.counters.env_steps, self.settings.total_steps
-        done = steps >= total
-        if self.stop.reason:
-            done = True
+        steps = self.counters.env_steps
+        done = steps >= self.settings.total_steps or self.stop.reason is not None
         if self.settings.max_wall_s and self.recorder.elapsed_s >= self.settings.max_wall_s:
             self._note = f"max_wall_s={self.settings.max_wall_s:g} reached"
             done = True
-        if self.settings.eval.episodes and not self.stop.reason:
-            if steps >= self._next_eval or (done and steps):
-                self._evaluate()
-                self._next_eval = self._after(self.settings.eval.every_steps)
-        if done or self.recorder.due:
-            with self.phases("log"):
-                self._show(self.recorder.tick(self.counters, metrics))
-        if done or steps >= self._next_save:
+        saves, evaluates = done or steps >= self._next_save, done or steps >= self._next_eval
+        if not (saves or evaluates or self.recorder.due):
+            return False
+        with self.phases("learn"):
+            # What is still queued on the device is learning, not logging or saving.
+            self.synchronize()
+        if saves:
+            # Before the evaluation: whoever interrupts that has lost nothing.
             self._save(obs)
             self._next_save = self._after(self.settings.checkpoint.every_steps)
+        if evaluates and self.settings.eval.episodes and not self.stop.reason:
+            self._evaluate(obs)
+            self._next_eval = self._after(self.settings.eval.every_steps)
+        with self.phases("log"):
+            self._show(self.recorder.tick(self.counters, metrics))
         return done
 
     def _show(self, row: dict[str, float]) -> None:
@@ -174,60 +183,83 @@ class Session:
             )
         )
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, obs: np.ndarray) -> None:
         with self.phases("eval"), self.recorder.excluded():
-            self._scores = self.evaluate(self._evals)
+            scores = self.evaluate(self._evals, lambda: self.stop.reason)
+        if scores is None:
+            return
+        self._scores = scores
         self._evals += 1
-        mean = float(self._scores.mean())
+        mean = float(scores.mean())
         self.recorder.write(self.counters.env_steps, {"return/eval": mean})
+        cut = self.settings.eval.episodes - len(scores)
         self.progress.message(
             f"evaluation at {self.counters.env_steps:,} env steps: return {mean:.1f} "
-            f"+- {self._scores.std():.1f} over {len(self._scores)} games"
+            f"+- {scores.std():.1f} over {len(scores)} games"
+            + (f"; {cut} fewer than asked: games were cut at eval.max_steps" if cut else "")
         )
+        with self.phases("checkpoint"), self.recorder.excluded():
+            self.checkpoints.offer_best(self._state(obs), mean)
 
     def _save(self, obs: np.ndarray) -> None:
         with self.phases("checkpoint"), self.recorder.excluded():
-            env_state = self.envs.state()
+            state = self._state(obs)
+            if not torch.isfinite(state["learner"]["params"]).all():
+                raise FloatingPointError(
+                    f"the weights are not finite at env step {self.counters.env_steps:,} and are "
+                    "not saved; lower algo.learning_rate, the checkpoint before is kept"
+                )
+            self.checkpoints.save(self.counters.env_steps, state)
             score = self.recorder.return_mean
-            if self._scores is not None:
-                score = float(self._scores.mean())
-            state = {
-                "learner": self.learner.state_dict(),
-                "counters": asdict(self.counters),
-                "evals": self._evals,
-                "recent": [list(game) for game in self.recorder.recent],
-                "obs": torch.from_numpy(obs.copy()),
-                "env_state": None
-                if env_state is None
-                else torch.frombuffer(bytearray(env_state), dtype=torch.uint8),
-                "settings": self.settings.model_dump(mode="json"),
-            }
-            self.checkpoints.save(self.counters.env_steps, state, score)
+            if not self.settings.eval.episodes and score is not None:
+                self.checkpoints.offer_best(state, score)
+
+    def _state(self, obs: np.ndarray) -> dict[str, Any]:
+        """All that a resumed run needs."""
+        env_state = self.envs.state()
+        return {
+            "learner": self.learner.state_dict(),
+            "counters": asdict(self.counters),
+            "evals": self._evals,
+            "recent": [list(game) for game in self.recorder.recent],
+            "obs": torch.from_numpy(obs.copy()),
+            "env_state": None
+            if env_state is None
+            else torch.frombuffer(bytearray(env_state), dtype=torch.uint8),
+            "settings": self.settings.model_dump(mode="json"),
+        }
 
     def _restore(self, state: dict[str, Any]) -> np.ndarray:
-        self.learner.load_state_dict(state["learner"])
+        exact = self.learner.load_state_dict(state["learner"])
         self.counters = sync.Counters(**state["counters"])
         self._evals = state["evals"]
         self.recorder.episodes(Episode(*game) for game in state["recent"])
-        exact = state["env_state"] is not None
-        self.facts["resume"] = {"from_env_steps": self.counters.env_steps, "exact": exact}
-        if exact:
+        known = state["env_state"] is not None
+        self.facts["resume"] = {
+            "from_env_steps": self.counters.env_steps, "exact": exact and known,
+        }  # fmt: skip
+        if known:
             return self.envs.load_state(state["env_state"].numpy().tobytes())
         # This backend cannot export its environments: new episodes begin here.
         return self.envs.reset()
 
     def _finish(self, status: str, reason: str | None) -> dict[str, Any]:
-        self.envs.close()
-        self.progress.close()
-        self.recorder.close()
-        self.hardware.close()
-        result = self._result(status, reason)
-        _write_json(self.folder / "result.json", result)
-        tracked = self.tracker.finish(DRAIN_S)
-        # The tracker's own last figures are known only now.
-        result["tracking"] = tracked
-        _write_json(self.folder / "result.json", result)
+        with ExitStack() as closing:
+            # All of these run, last one first, whatever the others raise.
+            result = self._result(status, reason)
+            closing.callback(self._finish_tracking, result)
+            for part in (self.hardware, self.recorder, self.progress, self.envs):
+                closing.callback(part.close)
+            _write_json(self.folder / "result.json", result)
         return result
+
+    def _finish_tracking(self, result: dict[str, Any]) -> None:
+        trouble = self.tracker.state().get("trouble")
+        if trouble:
+            print(f"the tracking store does not answer: {trouble}", file=sys.stderr)
+        # The tracker's own last figures are known only when it is done.
+        result["tracking"] = self.tracker.finish(TROUBLED_DRAIN_S if trouble else DRAIN_S)
+        _write_json(self.folder / "result.json", result)
 
     def _result(self, status: str, reason: str | None) -> dict[str, Any]:
         phases = self.recorder.phases()
@@ -236,7 +268,7 @@ class Session:
         throughput = self.recorder.throughput()
         wall = throughput["steady_s"] or self.recorder.wall_s or 1e-9
         cost = {
-            "phases_s": self.phases.entries * Phases.cost_s() if self.phases.entries else 0.0,
+            "phases_s": self.phases.entries * self.phases.cost_s(),
             "recorder_s": self.recorder.cpu_s,
             "progress_s": self.progress.cpu_s,
             "hardware_s": self.hardware.cpu_s,

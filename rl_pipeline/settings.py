@@ -27,6 +27,10 @@ NonNegative = Annotated[Float, Field(ge=0)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 
 
+class ConfigError(ValueError):
+    """A setting that cannot be: the message names it and the way out."""
+
+
 class Frozen(BaseModel):
     """Immutable, refuses unknown keys."""
 
@@ -260,7 +264,7 @@ class Settings(Frozen):
             )
         if (self.env.kind == "atari") != (self.env.atari is not None):
             raise ValueError("env.kind=atari and the env.atari block go together")
-        if self.network.name == "nature_cnn" and self.env.kind != "atari":
+        if self.network.name == "nature_cnn" and self.env.kind in ("classic", "mujoco"):
             raise ValueError(
                 f"network=nature_cnn needs images, env={self.env.name} has none; use network=mlp"
             )
@@ -270,6 +274,11 @@ class Settings(Frozen):
                 f"algo.num_minibatches={self.algo.num_minibatches} must divide algo.horizon x "
                 f"backend.num_envs = {self.algo.horizon} x {self.backend.num_envs} = {rows}"
             )
-        if self.tracking.name == "none" and self.tracking.uri:
-            raise ValueError("tracking.uri has no effect with tracking=none; use tracking=server")
+        if self.tracking.name == "none" and (self.tracking.uri or self.tracking.experiment):
+            raise ValueError(
+                "tracking.uri and tracking.experiment have no effect with tracking=none; use "
+                "tracking=mlflow or tracking=server"
+            )
+        if self.eval.every_steps and not self.eval.episodes:
+            raise ValueError("eval.every_steps has no effect with eval.episodes=0")
         return self

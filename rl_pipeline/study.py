@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rl_pipeline.config import refusing, sweep_settings, varied_keys
+from rl_pipeline.runs import has_run
+from rl_pipeline.settings import ConfigError
 
 
 class Study(Callback):
@@ -27,8 +29,9 @@ class Study(Callback):
         # Hydra turns exceptions of callbacks into warnings; the SystemExit of refusing() passes.
         with refusing():
             settings = sweep_settings(config)[0]
+            folder = Path(str(config.hydra.sweep.dir))
+            _check_folder(config, folder)
         varied = varied_keys(config)
-        folder = Path(str(config.hydra.sweep.dir))
         name = settings.study.name or " x ".join(varied) or "multirun"
         if settings.tracking.name != "none":
             from rl_pipeline.telemetry import tracker
@@ -77,3 +80,15 @@ class Study(Callback):
             from rl_pipeline.telemetry import tracker
 
             tracker.end_parent(self._parent, status, artifacts or [], {})
+
+
+def _check_folder(config: DictConfig, folder: Path) -> None:
+    if any(has_run(job) for job in folder.glob("*") if job.is_dir()):
+        raise ConfigError(
+            f"hydra.sweep.dir={folder} already holds the runs of a sweep; choose another folder"
+        )
+    subdir = OmegaConf.to_container(config.hydra.sweep, resolve=False)["subdir"]  # type: ignore
+    if subdir != "${hydra.job.num}":
+        raise ConfigError(
+            "hydra.sweep.subdir has no effect: a job's folder is its number; use hydra.sweep.dir"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,10 +23,13 @@ def _train(cfg: DictConfig) -> float:
         with config.refusing():
             result = build.train(cfg)
     except (Killed, KeyboardInterrupt) as stopped:
-        folder = HydraConfig.get().runtime.output_dir
-        print(f"stopped by {stopped or 'SIGINT'}; continue with", file=sys.stderr)
-        print(f"  python -m rl_pipeline.train resume={folder}", file=sys.stderr)
-        sys.exit(143 if str(stopped) == "SIGTERM" else 130)
+        name = str(stopped) or "SIGINT"
+        print(f"stopped by {name}", file=sys.stderr)
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        if any(folder.glob("checkpoints/step-*.pt")):
+            resume = report.shown_path(str(folder))
+            print(f"continue with\n  python -m rl_pipeline.train resume={resume}", file=sys.stderr)
+        sys.exit(143 if name == "SIGTERM" else 130)
     report.print_summary(result)
     return report.objective(result)
 

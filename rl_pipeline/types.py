@@ -121,5 +121,5 @@ class Learner(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """All that training needs to continue, on the CPU."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Strict inverse of `state_dict`."""
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Strict inverse of `state_dict`; False where random streams had to begin anew."""

@@ -76,6 +76,8 @@ def test_settings_are_frozen():
         (["network=nature_cnn"], ["network=nature_cnn", "network=mlp"]),
         (["algo.num_minibatches=7"], ["algo.num_minibatches=7", "divide", "256"]),
         (["tracking=none", "tracking.uri=x"], ["tracking.uri", "no effect"]),
+        (["eval.episodes=0", "eval.every_steps=9"], ["eval.every_steps", "no effect"]),
+        (["backend.step_timeout_s=3"], ["backend.step_timeout_s", "gymnasium_async"]),
         (["algo.learning_rate=1", "total_steps=0"], ["total_steps=0", "greater than 0"]),
     ],
 )

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import rl_pipeline
+from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.cpus import cpu_budget
+from rl_pipeline.loops import sync
 from rl_pipeline.loops.sync import Counters
 from rl_pipeline.phases import NullPhases, Phases
 from rl_pipeline.runtime import STREAMS, stream_seed, thread_plan
 from rl_pipeline.telemetry.recorder import Recorder, bottleneck
-from rl_pipeline.types import Episode
+from rl_pipeline.types import Discrete, EnvSpec, Episode, Step
 
 
 class Clock:
@@ -97,22 +100,32 @@ class FakeDevice:
 
 
 def test_device_time_is_charged_to_the_phase_that_launched_it():
+    """As the loop runs: nested copies, and a drain inside `learn` before the tick."""
     clock = Clock()
     device = FakeDevice(clock)
     phases = Phases(clock.ns, device.event)
-    for _ in range(5):
+    for _ in range(4):
+        for _ in range(3):
+            with phases("act"):
+                clock.now += 0.001
+                with phases("h2d"):
+                    clock.now += 0.001
+                    device.launch(0.002)
+                device.launch(0.004)
+                with phases("d2h"):
+                    device.wait()
         with phases("learn"):
             clock.now += 0.001
-            device.launch(0.020)
-        with phases("act"):
-            clock.now += 0.001
-            with phases("d2h"):
-                device.wait()
-        with phases("log"):
-            clock.now += 0.001
+            device.launch(0.100)
+    with phases("learn"):
+        device.wait()
+    with phases("log"):
+        clock.now += 0.001
     seconds = phases.window()
-    assert seconds["learn"] >= 5 * 0.019
-    assert seconds["log"] == pytest.approx(0.005)
+    assert seconds["learn"] == pytest.approx(4 * 0.100, abs=0.006)
+    assert seconds["act"] == pytest.approx(12 * 0.004, abs=0.014)
+    assert seconds["h2d"] == pytest.approx(12 * 0.002, abs=0.014)
+    assert seconds["log"] == pytest.approx(0.001)
     assert sum(seconds.values()) == pytest.approx(clock.now)
 
 
@@ -124,7 +137,8 @@ def test_without_a_profile_phases_are_absent():
 
 
 def test_entering_a_phase_costs_microseconds():
-    assert Phases.cost_s() < 50e-6
+    assert 0 < Phases().cost_s() < 50e-6
+    assert NullPhases().cost_s() == 0
 
 
 def make_recorder(path: Path, clock: Clock, warm=lambda: True, phases=None) -> Recorder:
@@ -245,6 +259,53 @@ def test_the_user_s_threads_win(monkeypatch):
     assert thread_plan(settings(), 8, "affinity").env_threads == 1
 
 
+def test_thread_variables_are_read_with_care(monkeypatch):
+    from conftest import settings
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    assert thread_plan(settings(), 2, "affinity").torch_threads == 4
+    with pytest.raises(ValueError, match="RL_PIPELINE_CPUS=half"):
+        cpu_budget(environ={"RL_PIPELINE_CPUS": "half"})
+
+
+class CountingLearner:
+    """Notes the progress that each update is told."""
+
+    extras = ()
+
+    def __init__(self) -> None:
+        self.progress: list[float] = []
+
+    def act(self, obs):
+        return np.zeros(2, np.int64), {}
+
+    def update(self, rollout, progress):
+        self.progress.append(progress)
+        return {"updates": 1.0}
+
+
+class TwoEnvs:
+    """Never ends."""
+
+    spec = EnvSpec("t", "t", 2, (1,), np.dtype(np.float32), Discrete(2))
+
+    def step(self, action):
+        zero, no = np.zeros(2, np.float32), np.zeros(2, bool)
+        return Step(np.zeros((2, 1), np.float32), zero, zero, no, no, ~no, np.arange(2))
+
+
+def test_the_first_update_has_the_full_rate_and_the_last_one_not_zero():
+    learner, counters = CountingLearner(), Counters()
+    buffer = RolloutBuffer(TwoEnvs.spec, 5, (), torch.device("cpu"))
+    obs = np.zeros((2, 1), np.float32)
+    sync.run(
+        TwoEnvs(), buffer, learner, NullPhases(), counters, 30, obs,
+        lambda obs, metrics: counters.env_steps >= 30,
+    )  # fmt: skip
+    assert learner.progress == [0, 1 / 3, 2 / 3]
+    assert (counters.env_steps, counters.updates, counters.rollouts) == (30, 3, 3)
+
+
 def test_random_streams_differ_by_name_seed_and_index():
     seeds = {stream_seed(s, name, i) for s in range(3) for name in STREAMS for i in range(3)}
     assert len(seeds) == 3 * len(STREAMS) * 3
@@ -263,7 +324,7 @@ LAYERS = [
     {"train"},
 ]
 LEAVES = {"telemetry", "checkpoint", "evaluate"}
-FRAME = {"config", "report", "study", "train", "build", "session"}
+FRAME = {"config", "runs", "report", "study", "train", "build", "session"}
 """The frame around a run: reads configs and results, never imported by the rooms."""
 
 

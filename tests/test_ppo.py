@@ -329,12 +329,22 @@ def test_a_learner_restored_from_its_state_continues_identically():
     first.update(random_rollout(first, action=BOX), 0.0)
     state = first.state_dict()
     second = learner(action=BOX, normalize_obs=True, normalize_reward=True)
-    second.load_state_dict(state)
+    assert second.load_state_dict(state)
     for agent in (first, second):
         agent.update(random_rollout(agent, action=BOX, seed=9), 0.3)
     assert torch.equal(first.params.values, second.params.values)
     with pytest.raises(ValueError, match="another network"):
         learner(action=Discrete(5)).load_state_dict(state)
+
+
+def test_a_state_from_another_kind_of_device_says_that_it_is_not_exact():
+    first, second = learner(), learner()
+    first.update(random_rollout(first), 0.0)
+    state = first.state_dict() | {"device": "cuda", "act_rng": torch.zeros(16, dtype=torch.uint8)}
+    assert not second.load_state_dict(state)
+    assert torch.equal(first.params.values, second.params.values)
+    fresh = learner()._act_rng.get_state()
+    assert not torch.equal(second._act_rng.get_state(), fresh)
 
 
 def test_stored_rows_do_not_change_when_the_environment_reuses_its_array():

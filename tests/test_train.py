@@ -83,8 +83,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(cli):
     (straight,) = cli.folders()
     assert cli(*line, "total_steps=1000").returncode == 0
     (cut,) = set(cli.folders()) - {straight}
-    out = cli(f"resume={cut.name.rsplit('-', 1)[-1]}", "total_steps=2000")
+    run_id = json.loads((cut / "run.json").read_text())["run_id"]
+    assert run_id.startswith("r")
+    out = cli(f"resume={run_id}", "total_steps=2000")
     assert out.returncode == 0, out.stderr
+    # What the resume changed is part of the run from now on.
+    assert "total_steps=2000" in json.loads((cut / "run.json").read_text())["overrides"]
     assert torch.equal(weights(straight), weights(cut))
     first, second = (json.loads((f / "result.json").read_text()) for f in (straight, cut))
     assert first["counters"] == second["counters"]
@@ -100,6 +104,20 @@ def test_resume_refuses_what_would_be_another_run(cli):
     out = cli(f"resume={folder}", "algo.gamma=0.5")
     assert out.returncode == 2
     assert "algo.gamma from 0.98 to 0.5" in out.stderr
+    config_file = folder / ".hydra" / "config.yaml"
+    assert "gamma: 0.98" in config_file.read_text()
+    out = cli(f"resume={folder}")
+    assert out.returncode == 2
+    assert "the run already has" in out.stderr
+    assert "total_steps" in out.stderr
+    for line in (["-m", f"resume={folder}"], [f"resume={folder}", "hydra.run.dir=elsewhere"]):
+        out = cli(*line, "total_steps=900")
+        assert out.returncode == 2
+        assert "Traceback" not in out.stderr
+    assert cli("--cfg", "job", f"resume={folder}").returncode == 0
+    out = cli(f"hydra.run.dir={folder}", *SHORT)
+    assert out.returncode == 2
+    assert "already holds a run" in out.stderr
     out = cli("resume=nowhere")
     assert out.returncode == 2
     assert "resume=nowhere" in out.stderr
@@ -162,6 +180,7 @@ def test_a_multirun_is_a_parent_with_named_children_and_one_bad_job_stays_alone(
     assert "FAILED" in out.stdout
     assert "FloatingPointError" in out.stdout
     assert "vs first" in out.stdout
+    assert "too short" in out.stdout
     assert "2 of 4 jobs did not finish" in out.stderr
     results = cli.results()
     assert len(results) == 4
@@ -170,6 +189,76 @@ def test_a_multirun_is_a_parent_with_named_children_and_one_bad_job_stays_alone(
     assert budgets == {max(1, len(os.sched_getaffinity(0)) // 2)}
     (table,) = (cli.cwd / "multirun").rglob("table.md")
     assert table.read_text().count("\n") == 6
+
+
+def test_a_sweep_that_is_told_to_end_takes_its_jobs_along(cli):
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "rl_pipeline.train", "-m", "seed=1,2", "total_steps=1e9",
+         "tracking.flush_s=0.5"],
+        cwd=cli.cwd, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not any(p.stat().st_size for p in cli.cwd.rglob("metrics.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    sweep.terminate()
+    _, err = sweep.communicate(timeout=60)
+    assert sweep.returncode == 143
+    assert "Traceback" not in err
+    assert [r["status"] for r in cli.results()] == ["killed"]
+    assert set(query(cli, "select status from runs")) == {("KILLED",)}
+
+
+def test_a_sweep_folder_is_used_once(cli):
+    line = ("-m", "seed=1", *SHORT, "total_steps=300", "eval.episodes=0", "hydra.sweep.dir=s")
+    assert cli(*line).returncode == 0
+    out = cli(*line)
+    assert out.returncode == 2
+    assert "hydra.sweep.dir=s already holds" in out.stderr
+    assert len(cli.folders()) == 1
+
+
+def test_a_sweep_passes_on_where_its_options_live(cli):
+    (cli.cwd / "more" / "experiment").mkdir(parents=True)
+    (cli.cwd / "more" / "experiment" / "far.yaml").write_text(
+        "# @package _global_\nalgo:\n  gamma: 0.5\n"
+    )
+    out = cli(
+        "--config-dir", "more", "-m", "experiment=far", "seed=1", *SHORT, "total_steps=300",
+        "eval.episodes=0",
+    )  # fmt: skip
+    assert out.returncode == 0, out.stderr + out.stdout
+    (folder,) = cli.folders()
+    assert json.loads((folder / "run.json").read_text())["settings"]["algo"]["gamma"] == 0.5
+
+
+def test_an_environment_s_own_error_keeps_its_traceback_and_leaves_a_result(cli):
+    (cli.cwd / "theirs.py").write_text(
+        "import gymnasium as gym, numpy as np\n"
+        "class Env(gym.Env):\n"
+        "    observation_space = gym.spaces.Box(-1, 1, (3,), np.int64)\n"
+        "    action_space = gym.spaces.Discrete(2)\n"
+        "    def __init__(self, how='close'):\n"
+        "        self.how = how\n"
+        "        if how == 'init': a, b = (1, 2, 3)\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        return np.zeros(3, np.int64), {}\n"
+        "    def step(self, action):\n"
+        "        return np.zeros(3, np.int64), 1.0, False, False, {}\n"
+        "    def close(self):\n"
+        "        raise OSError('the simulator was gone')\n"
+        "gym.register('Env-v0', Env)\n"
+    )
+    line = ("env=gym", "env.id=theirs:Env-v0", "tracking=none", "total_steps=500")
+    out = cli(*line, "+env.kwargs.how=init", "eval.episodes=0")
+    assert out.returncode == 1
+    assert "theirs.py" in out.stderr
+    # Integer observations train; a close that fails is an error, but the result is there.
+    out = cli(*line, "eval.episodes=0")
+    assert out.returncode == 1
+    assert "the simulator was gone" in out.stderr
+    (result,) = cli.results()
+    assert result["counters"]["updates"] > 0
 
 
 def test_a_job_that_hangs_is_stopped_and_reported(cli):
@@ -248,6 +337,11 @@ def test_evaluation_gives_every_environment_its_share():
     assert sorted(scores) == [0, 0, 0, 10, 10, 20, 20]
 
 
-def test_evaluation_cuts_endless_games():
-    scores = evaluate(Scripted(3), lambda obs: np.zeros(3, int), 3, 2)
-    assert sorted(scores) == [0, 0, 10]
+def test_evaluation_cuts_endless_games_and_repeats_no_score():
+    # Environment 2 needs three steps for a game: its share of two is cut to one piece.
+    scores = evaluate(Scripted(3), lambda obs: np.zeros(3, int), 6, 2)
+    assert sorted(scores) == [0, 0, 0, 10, 10]
+
+
+def test_evaluation_stops_when_told():
+    assert evaluate(Scripted(3), lambda obs: np.zeros(3, int), 6, 99, lambda: True) is None

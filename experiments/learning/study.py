@@ -7,6 +7,7 @@ be stopped and continued. Arguments: names of tasks to run; none means all.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ def run_cell(task: Task, backend: str, seed: int) -> None:
     if path.exists():
         return
     folder = HERE / "runs" / path.stem
+    shutil.rmtree(folder, ignore_errors=True)  # a cell that was stopped begins anew
     overrides = [
         f"env={task.env}", f"backend={backend}", f"seed={seed}",
         f"total_steps={task.total_steps}", f"eval.every_steps={task.total_steps // 10}",

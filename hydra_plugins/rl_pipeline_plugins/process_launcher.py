@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from rl_pipeline import report
 from rl_pipeline.cpus import cpu_budget
+from rl_pipeline.settings import ConfigError
 
 GRACE_S = 60.0
 """Between asking a job to stop and ending it."""
@@ -35,9 +36,11 @@ class ProcessLauncher(Launcher):
     """
 
     def __init__(self, n_jobs: int = 1, timeout_s: float | None = None, shuffle: bool = False):
-        if int(n_jobs) < 1:
-            raise ValueError(f"hydra.launcher.n_jobs={n_jobs} must be at least 1")
-        self.n_jobs, self.timeout_s, self.shuffle = int(n_jobs), timeout_s, bool(shuffle)
+        if not isinstance(n_jobs, int) or n_jobs < 1:
+            raise ConfigError(f"hydra.launcher.n_jobs={n_jobs} must be a positive integer")
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
+            raise ConfigError(f"hydra.launcher.timeout_s={timeout_s} must be a number of seconds")
+        self.n_jobs, self.timeout_s, self.shuffle = n_jobs, timeout_s, bool(shuffle)
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopping = False
 
@@ -52,6 +55,7 @@ class ProcessLauncher(Launcher):
     ) -> Sequence[JobReturn]:
         """Run all jobs; results in the order of `job_overrides`."""
         sweep_dir = Path(str(self.config.hydra.sweep.dir))
+        self._passed_on = _passed_on(list(self.config.hydra.overrides.hydra))
         sweep_dir.mkdir(parents=True, exist_ok=True)
         slots = list(range(self.n_jobs))
         order = list(range(len(job_overrides)))
@@ -85,7 +89,7 @@ class ProcessLauncher(Launcher):
         folder = sweep_dir / str(number)
         folder.mkdir(parents=True, exist_ok=True)
         command = [
-            sys.executable, "-m", _app(), *overrides,
+            sys.executable, "-m", _app(), *_config_dir(sys.argv), *overrides, *self._passed_on,
             # Without it a sweep preset would sweep again without end.
             "hydra.mode=RUN", f"hydra.run.dir={_quote(folder)}", f"hydra.job.num={number}",
         ]  # fmt: skip
@@ -151,6 +155,7 @@ class ProcessLauncher(Launcher):
         # An id in the environment would make the children write into the parent's run.
         env.pop("MLFLOW_RUN_ID", None)
         budget, _ = cpu_budget()
+        env["RL_PIPELINE_SWEEP_PID"] = str(os.getpid())
         env["RL_PIPELINE_CPUS"] = str(max(1, budget // self.n_jobs))
         gpus = _visible_gpus(env)
         if gpus and self.n_jobs > 1:
@@ -174,6 +179,22 @@ def _app() -> str:
     """The module that was started: the same one runs the jobs."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec.name if spec is not None else "rl_pipeline.train"
+
+
+def _passed_on(overrides: list[str]) -> list[str]:
+    """Hydra overrides that mean the jobs too, such as hydra.searchpath."""
+    own = ("hydra.mode", "hydra.sweep", "hydra.sweeper", "hydra.launcher", "hydra/", "hydra.run")
+    return [o for o in overrides if not o.lstrip("+~").startswith(own)]
+
+
+def _config_dir(argv: list[str]) -> list[str]:
+    """The flag that adds a configuration folder, as it was given to the sweep."""
+    for i, argument in enumerate(argv):
+        if argument.startswith("--config-dir="):
+            return [argument]
+        if argument in ("--config-dir", "-cd"):
+            return argv[i : i + 2]
+    return []
 
 
 def _quote(path: Path) -> str:

@@ -254,4 +254,5 @@ class BaseVecEnv(ABC):
             raise ValueError(
                 f"{self._name}: {what} of environment {env} is {values[tuple(bad[0])]}{where} at "
                 f"step {self._num_steps} of the run; it must be finite"
+                + ("; a policy that diverges does this" if what == "action" else "")
             )

@@ -59,7 +59,7 @@ class GymnasiumVecEnv(BaseVecEnv):
                     "accounts": self._accounts(),
                 }
             )
-        except (pickle.PicklingError, TypeError, AttributeError):
+        except Exception:  # whatever a user's object raises: it does not pickle
             return None
 
     def load_state(self, state: bytes) -> np.ndarray:
@@ -119,6 +119,8 @@ def _make(env: EnvSettings, **fixed) -> gym.Env:
     except (gym.error.Error, ModuleNotFoundError) as error:
         near = difflib.get_close_matches(env.id, gym.registry, n=3)
         hint = f"; near matches: {', '.join(near)}" if near else ""
+        if env.id.startswith("ALE/"):
+            hint = f"; use env=pong and the like, or env.id=ale_py:{env.id}"
         raise ValueError(f"Gymnasium cannot make env.id={env.id}: {error}{hint}") from error
     except TypeError as error:
         if not env.kwargs:

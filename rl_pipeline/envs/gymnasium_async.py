@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
@@ -32,7 +33,8 @@ class _Workers(AsyncVectorEnv):
     def _raise_if_errors(self, successes: Any) -> None:
         if all(successes):
             return
-        index, _, value, _ = self.error_queue.get()
+        index, _, value, trace = self.error_queue.get()
+        print(trace, file=sys.stderr)
         self._state = AsyncState.DEFAULT
         raise WorkerError(f"environment {index} raised {value}")
 

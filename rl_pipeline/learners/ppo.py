@@ -179,6 +179,7 @@ class PPO:
     def state_dict(self) -> dict[str, Any]:
         """Weights, moments, statistics and random streams, on the CPU."""
         return {
+            "device": self._device.type,
             "params": self.params.values.detach().cpu().clone(),
             "optimizer": self._optimizer.state_dict(),
             "normalize_obs": self._normalize_obs.state_dict(),
@@ -187,12 +188,21 @@ class PPO:
             "update_rng": self._update_rng.get_state(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Strict inverse of `state_dict`; the device may differ, then random streams restart."""
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Strict inverse of `state_dict`.
+
+        False on another kind of device: its random streams cannot go on and begin anew, from
+        seeds that the run has not used before.
+        """
         self.params.load(state["params"].to(self._device))
         self._optimizer.load_state_dict(state["optimizer"])
         self._normalize_obs.load_state_dict(state["normalize_obs"])
         self._normalize_reward.load_state_dict(state["normalize_reward"])
+        exact = state["device"] == self._device.type
+        steps = int(state["optimizer"]["steps"])
         for rng, name in ((self._act_rng, "act_rng"), (self._update_rng, "update_rng")):
-            if state[name].shape == rng.get_state().shape:
+            if exact:
                 rng.set_state(state[name])
+            else:
+                rng.manual_seed(rng.initial_seed() + 1 + steps)
+        return exact

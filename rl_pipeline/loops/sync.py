@@ -42,6 +42,7 @@ def run(
     `obs` [N, ...] is where the environments stand. `after_update(obs, metrics)` runs between
     rollouts, where everything is consistent: the place to log, evaluate, save and stop.
     """
+    progress = min(counters.env_steps / total_steps, 1.0)
     while True:
         with phases("act"):
             action, extras = learner.act(obs)
@@ -56,7 +57,9 @@ def run(
         with phases("h2d"):
             rollout = buffer.take(obs)
         with phases("learn"):
-            metrics = learner.update(rollout, min(counters.env_steps / total_steps, 1.0))
+            metrics = learner.update(rollout, progress)
+        # As of the rollout's begin: the first update gets the full rate, the last one not 0.
+        progress = min(counters.env_steps / total_steps, 1.0)
         counters.rollouts += 1
         counters.updates += int(metrics["updates"])
         if after_update(obs, metrics):

@@ -77,7 +77,10 @@ class Recorder:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Time that is not training (evaluation, checkpoints): kept out of the throughput."""
+        """Time that is not training (evaluation, checkpoints): kept out of the throughput.
+
+        The caller drains the device first: queued updates are training.
+        """
         begin = self._clock()
         yield
         self._excluded_s += self._clock() - begin

@@ -1,0 +1,137 @@
+"""Run folders: where a new run goes, which one `resume=` means, and whether it can go on."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import secrets
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from rl_pipeline.settings import ConfigError, Settings
+
+FIXED_ON_RESUME = ("seed", "env", "backend.name", "backend.num_envs", "buffer", "network", "algo")
+"""What makes a run the run it is."""
+
+
+def check_folder(settings: Settings, folder: Path) -> None:
+    """Refuse to mix two runs in one folder, and a resume that cannot be one; raises ConfigError."""
+    if not settings.resume:
+        if has_run(folder):
+            raise ConfigError(
+                f"hydra.run.dir={folder} already holds a run; choose another folder, or continue "
+                f"that run with resume={folder}"
+            )
+        return
+    if folder.resolve() != find_run(settings.resume).resolve():
+        raise ConfigError("hydra.run.dir goes with new runs; a resumed run stays in its folder")
+    check_resumed(settings, json.loads((folder / "run.json").read_text())["settings"])
+    done = max((int(p.stem[5:]) for p in folder.glob("checkpoints/step-*.pt")), default=0)
+    if done >= settings.total_steps:
+        raise ConfigError(
+            f"resume={settings.resume}: the run already has {done:,} env steps of "
+            f"total_steps={settings.total_steps:,}; give a larger total_steps to go on"
+        )
+
+
+def has_run(folder: Path) -> bool:
+    """Whether a run wrote into `folder`."""
+    return any((folder / name).exists() for name in ("run.json", "result.json", "metrics.jsonl"))
+
+
+@functools.cache
+def run_dir(root: str, resume: str | None) -> str:
+    """A folder that no other run has (time + short id), or the one being resumed.
+
+    One answer per process: Hydra resolves the same interpolation in several copies of the config.
+    """
+    if resume:
+        return str(find_run(resume))
+    now = datetime.now()
+    return f"{root}/{now:%Y-%m-%d}/{now:%H-%M-%S}-{_new_id()}"
+
+
+def _new_id() -> str:
+    # The letter keeps it from reading as a number (12e45678) on the command line.
+    return f"r{secrets.token_hex(4)}"
+
+
+def run_id_of(folder: Path) -> str:
+    """The id in a run folder's name, or a fresh one for a folder that was named otherwise."""
+    last = folder.name.rsplit("-", 1)[-1]
+    return last if re.fullmatch("r[0-9a-f]{8}", last) else _new_id()
+
+
+def find_run(name: str) -> Path:
+    """The folder of a run: itself, or by its run id or MLflow run id below outputs/, multirun/.
+
+    Raises ConfigError where there is none.
+    """
+    if (Path(name) / "run.json").exists():
+        return Path(name)
+    for folder in _run_folders():
+        if json.loads((folder / "run.json").read_text())["run_id"] == name:
+            return folder
+        mlflow = folder / "mlflow.json"
+        if mlflow.exists() and json.loads(mlflow.read_text()).get("run_id") == name:
+            return folder
+    raise ConfigError(
+        f"resume={name}: no such run; give a run folder (it holds run.json) or the id of a run "
+        "below outputs/ or multirun/ of the working directory"
+    )
+
+
+def _run_folders() -> Iterator[Path]:
+    for root in ("outputs", "multirun"):
+        yield from (p.parent for p in Path(root).rglob("run.json"))
+
+
+def with_resumed_overrides(argv: list[str]) -> list[str]:
+    """Put the overrides of the run that `resume=` names before those given now, which win."""
+    given = [o.value() for o in parse_overrides([a for a in argv if a.startswith("resume=")])]
+    if not given or given[-1] is None:
+        return argv
+    if {"-m", "--multirun"} & set(argv):
+        raise ConfigError("resume continues one run; leave out -m")
+    folder = find_run(str(given[-1]))
+    saved = json.loads((folder / "run.json").read_text())["overrides"]
+    first = next(i for i, a in enumerate(argv) if "=" in a and not a.startswith("-"))
+    return [*argv[:first], *saved, *argv[first:]]
+
+
+def check_resumed(now: Settings, then: dict[str, Any]) -> None:
+    """Refuse a resume that would make another run of it; raises ConfigError naming the key."""
+    current = now.model_dump(mode="json")
+    for key in FIXED_ON_RESUME:
+        old, new = _get(then, key), _get(current, key)
+        if key == "seed" and new is None:
+            continue
+        if old != new:
+            changed = key
+            if isinstance(old, dict):
+                changed = next(f"{key}.{k}" for k in old if old[k] != new.get(k))
+                old, new = _get(then, changed), _get(current, changed)
+            raise ConfigError(
+                f"resume cannot change {changed} from {old} to {new}: the run would not be the "
+                f"same; leave it out, or start a new run"
+            )
+
+
+def _get(values: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        values = values[part]
+    return values
+
+
+def parse_overrides(overrides: list[str]) -> list[Any]:
+    """Hydra's own reading of overrides; raises ConfigError."""
+    try:
+        return OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise ConfigError(str(error).replace("\n", " ")) from None
