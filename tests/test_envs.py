@@ -104,8 +104,18 @@ class StubPool:
         obs, *_, info = self._row()
         return obs, info
 
-    def step(self, action):
-        return self._row()
+    _state_keys = "obs reward done trunc info:lives info:reward info:terminated".split()
+
+    class _spec:
+        _action_keys = ["env_id", "players.env_id", "action"]
+        _action_spec = [(np.int32, [-1])]
+
+    def _send(self, actions):
+        assert actions[2].dtype == np.int32
+
+    def _recv(self):
+        obs, reward, done, trunc, info = self._row()
+        return obs, reward, done, trunc, info["lives"], info["reward"], info["terminated"]
 
     def close(self):
         pass
@@ -337,14 +347,16 @@ def test_envpool_reset_rows_are_never_valid(monkeypatch):
 
     def recording_make(*args, **kwargs):
         pool = real_make(*args, **kwargs)
-        step = pool.step
+        recv, place = pool._recv, pool._state_keys.index("elapsed_step")
 
-        def recording_step(action):
-            answer = step(action)
-            elapsed.append(answer[-1]["elapsed_step"].copy())
+        def recording_recv():
+            answer = recv()
+            elapsed.append(answer[place].copy())
             return answer
 
-        pool.step = recording_step
+        pool.reset()
+        pool._recv = recording_recv
+        pool.reset = lambda: (pool._reset(pool.all_env_ids), (recv()[-1], {}))[1]
         return pool
 
     monkeypatch.setattr(envpool, "make", recording_make)

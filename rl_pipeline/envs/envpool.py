@@ -58,6 +58,17 @@ class EnvPoolVecEnv(BaseVecEnv):
                 max_episode_steps=limit if 0 < limit < _NO_LIMIT else None,
                 reuses_obs=False,
             )
+        # EnvPool's Python layer around these two calls costs 20 microseconds a step. `_send` does
+        # not copy the actions: it is given an array that nobody else has.
+        self._send, self._recv = self._pool._send, self._pool._recv
+        assert self._pool._spec._action_keys[:2] == ["env_id", "players.env_id"]
+        self._pool_ids = np.arange(num_envs, dtype=np.int32)
+        self._action_dtype = np.dtype(self._pool._spec._action_spec[-1][0])
+        names = ["obs" if name.startswith("obs") else name for name in self._pool._state_keys]
+        wanted = ["obs", "reward", "done", "trunc"]
+        if self._atari:
+            wanted += ["info:lives", "info:reward", "info:terminated"]
+        self._places = tuple(names.index(name) for name in wanted)
 
     def _reset(self) -> np.ndarray:
         obs, info = self._pool.reset()
@@ -66,18 +77,21 @@ class EnvPoolVecEnv(BaseVecEnv):
         return obs
 
     def _step(self, action: np.ndarray) -> RawStep:
-        obs, reward, terminated, truncated, info = self._pool.step(action)
-        if not self._atari:
+        self._send([self._pool_ids, self._pool_ids, np.array(action, order="C")])
+        state = self._recv()
+        obs, reward, done, truncated, *atari = [state[place] for place in self._places]
+        terminated = done & ~truncated
+        if not atari:
             return obs, reward, terminated, truncated, None
+        lives, raw_reward, game_over = atari
         # A game can also end in the no-ops after a life: only the new lives tell.
-        unseen = self._ended & (info["lives"] > self._lives) & (self._started < self._num_steps)
-        self._lives = info["lives"]
-        game_ended = (info["terminated"] != 0) | truncated | unseen
-        return obs, info["reward"], terminated, truncated, game_ended
+        unseen = self._ended & (lives > self._lives) & (self._started < self._num_steps)
+        self._lives = lives
+        return obs, raw_reward, terminated, truncated, (game_over != 0) | truncated | unseen
 
     def _close(self) -> None:
         self._pool.close()
-        del self._pool  # joins its threads
+        del self._pool, self._send, self._recv  # joins its threads
 
 
 def _make(env: EnvSettings, num_envs: int, seed: int, num_threads: int) -> Any:
