@@ -175,6 +175,23 @@ def make_facts(
     }
 
 
+def make_evaluation(
+    settings: Settings, learner: Learner, seed: int, num_threads: int
+) -> Callable[[int, Callable[[], object]], np.ndarray | None]:
+    """The n-th evaluation of a run: the greedy policy in fresh environments of fresh seeds."""
+    wanted = settings.eval
+
+    def evaluation(index: int, stop: Callable[[], object]) -> np.ndarray | None:
+        num_envs = min(wanted.num_envs, wanted.episodes)
+        envs = make_envs(settings, num_envs, stream_seed(seed, "eval", index), num_threads)
+        try:
+            return evaluate(envs, learner.act_greedy, wanted.episodes, wanted.max_steps, stop)
+        finally:
+            envs.close()
+
+    return evaluation
+
+
 def make_session(
     settings: Settings, folder: Path, overrides: list[str]
 ) -> tuple[Session, dict[str, Any] | None]:
@@ -200,29 +217,14 @@ def make_session(
     buffer = RolloutBuffer(envs.spec, settings.algo.horizon, learner.extras, runtime.device)
     facts["buffer_bytes"] = buffer.nbytes
 
-    def evaluation(index: int, stop: Callable[[], object]) -> np.ndarray | None:
-        eval_envs = make_envs(
-            settings,
-            min(settings.eval.num_envs, settings.eval.episodes),
-            stream_seed(seed, "eval", index),
-            threads,
-        )
-        try:
-            return evaluate(
-                eval_envs, learner.act_greedy, settings.eval.episodes, settings.eval.max_steps, stop
-            )
-        finally:
-            eval_envs.close()
-
     # From here on nothing in the settings can be wrong: the run exists.
-    if saved:
-        # What is resumed again later goes on from the settings of now.
-        record = saved | {"overrides": overrides}
-    else:
-        record = {
-            "run_id": run_id, "seed": seed, "overrides": overrides,
-            "settings": settings.model_copy(update={"seed": seed}).model_dump(mode="json"),
-        }  # fmt: skip
+    record = saved or {
+        "run_id": run_id,
+        "seed": seed,
+        "settings": settings.model_copy(update={"seed": seed}).model_dump(mode="json"),
+    }
+    # Those of now: what is resumed again later goes on from here.
+    record["overrides"] = overrides
     (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
     tracker = make_tracker(settings, folder, facts)
     tracker.start()
@@ -238,7 +240,8 @@ def make_session(
         checkpoints=checkpoint.Checkpoints(
             folder / "checkpoints", settings.checkpoint.keep_last, settings.checkpoint.keep_best
         ),
-        evaluate=evaluation, synchronize=runtime.synchronize,
+        evaluate=make_evaluation(settings, learner, seed, threads),
+        synchronize=runtime.synchronize,
     )  # fmt: skip
     return session, state
 
