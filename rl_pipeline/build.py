@@ -49,10 +49,24 @@ def make_envs(settings: Settings, num_envs: int, seed: int, num_threads: int) ->
             from rl_pipeline.envs.gymnasium_native import GymnasiumNativeVecEnv
 
             return GymnasiumNativeVecEnv(settings.env, num_envs, seed, num_threads)
-        case "envpool":
+        case "envpool" | "envpool_async":
             from rl_pipeline.envs.envpool import EnvPoolVecEnv
 
             return EnvPoolVecEnv(settings.env, num_envs, seed, num_threads)
+
+
+def make_training_envs(settings: Settings, seed: int, num_threads: int) -> VecEnv:
+    """The environments to train in, in lanes where the backend has them."""
+    backend = settings.backend
+    if backend.lanes == 1:
+        return make_envs(settings, backend.num_envs, seed, num_threads)
+    from rl_pipeline.envs.lanes import Lanes
+
+    share = backend.num_envs // backend.lanes
+    seeds = np.random.SeedSequence(seed).generate_state(backend.lanes)
+    # Each lane may use all threads: while it steps, the others mostly wait for the policy.
+    lanes = [make_envs(settings, share, int(s), min(num_threads, share)) for s in seeds]
+    return Lanes(lanes, backend.name)
 
 
 def make_learner(
@@ -207,12 +221,11 @@ def make_session(
         seed = saved["seed"] if saved else secrets.randbits(31)
     runtime = make_runtime(settings, seed)
     facts = make_facts(settings, folder, overrides, runtime, run_id)
-    backend = settings.backend
     threads = runtime.threads.env_threads
     phases = (
         Phases(new_event=runtime.new_event()) if settings.profile.name == "phases" else NullPhases()
     )
-    envs = make_envs(settings, backend.num_envs, stream_seed(seed, "envs"), threads)
+    envs = make_training_envs(settings, stream_seed(seed, "envs"), threads)
     learner = make_learner(settings, envs.spec, runtime, phases)
     buffer = RolloutBuffer(envs.spec, settings.algo.horizon, learner.extras, runtime.device)
     facts["buffer_bytes"] = buffer.nbytes

@@ -30,7 +30,6 @@ CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "co
 
 # Options that DESIGN names and a later version brings: answered plainly, not as a misspelling.
 PLANNED = {
-    "backend": {"envpool_async"},
     "algo": {"dqn", "sac"},
     "network": {"impala_cnn", "lstm"},
     "buffer": {"uniform", "prioritized", "deque", "memmap"},
@@ -279,8 +278,10 @@ def check_machine(settings: Settings) -> None:
 
     from rl_pipeline.telemetry.tracker import resolve
 
-    if settings.backend.name == "envpool" and find_spec("envpool") is None:
-        raise ConfigError("backend=envpool needs the envpool package; use backend=gymnasium")
+    if settings.backend.name.startswith("envpool") and find_spec("envpool") is None:
+        raise ConfigError(
+            f"backend={settings.backend.name} needs the envpool package; use backend=gymnasium"
+        )
     if settings.tracking.name == "none":
         return
     try:

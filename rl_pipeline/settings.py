@@ -75,11 +75,13 @@ class EnvSettings(Frozen):
 class BackendSettings(Frozen):
     """What steps the environments."""
 
-    name: Literal["gymnasium", "gymnasium_async", "gymnasium_native", "envpool"]
+    name: Literal["gymnasium", "gymnasium_async", "gymnasium_native", "envpool", "envpool_async"]
     num_envs: PositiveInt = 8
     num_threads: PositiveInt | Literal["auto"] = "auto"
     """Worker threads of EnvPool and of ALE's native form; `auto` chooses from the CPU budget and
     the task and says why."""
+    lanes: PositiveInt = 1
+    """Groups of environments that take turns: one steps while the policy acts for the next."""
     step_timeout_s: PositiveFloat | None = None
     """gymnasium_async: a worker that does not answer within this many seconds ends the run."""
 
@@ -238,12 +240,24 @@ class Settings(Frozen):
     @model_validator(mode="after")
     def _combinations(self) -> Settings:
         """Refuse what no single field can know."""
-        if self.backend.name == "envpool" and self.env.envpool_id is None:
+        backend, lanes = self.backend.name, self.backend.lanes
+        if lanes > 1 and not backend.endswith("_async"):
             raise ValueError(
-                f"backend=envpool does not have env={self.env.name} ({self.env.id}); "
+                f"backend.lanes={lanes} has no effect on backend={backend}, which steps while the "
+                "policy waits; use backend=envpool_async or backend=gymnasium_async"
+            )
+        if backend == "envpool_async" and lanes == 1:
+            raise ValueError("backend=envpool_async with backend.lanes=1 is backend=envpool")
+        if self.backend.num_envs % lanes:
+            raise ValueError(
+                f"backend.lanes={lanes} must divide backend.num_envs={self.backend.num_envs}"
+            )
+        if backend.startswith("envpool") and self.env.envpool_id is None:
+            raise ValueError(
+                f"backend={backend} does not have env={self.env.name} ({self.env.id}); "
                 "use backend=gymnasium"
             )
-        threaded = self.backend.name == "envpool" or (
+        threaded = backend.startswith("envpool") or (
             self.backend.name == "gymnasium_native" and self.env.kind == "atari"
         )
         if not threaded and self.backend.num_threads != "auto":
@@ -258,7 +272,7 @@ class Settings(Frozen):
                 f"and with no other; it is {self.backend.step_timeout_s} on "
                 f"backend={self.backend.name}"
             )
-        if self.backend.name == "envpool" and self.env.kwargs.keys() & {"num_envs", "seed"}:
+        if backend.startswith("envpool") and self.env.kwargs.keys() & {"num_envs", "seed"}:
             raise ValueError(
                 "env.kwargs cannot set num_envs or seed; use backend.num_envs and seed"
             )

@@ -87,8 +87,14 @@ class VecEnv(Protocol):
     def reset(self) -> np.ndarray:
         """Start all episodes anew; returns obs [N, *obs_shape]."""
 
+    def send(self, action: np.ndarray) -> None:
+        """Start a step with action [N] (integers) or [N, *action_shape] (floats, clipped)."""
+
+    def recv(self) -> Step:
+        """Wait for the step that was sent."""
+
     def step(self, action: np.ndarray) -> Step:
-        """Step with action [N] (integers) or [N, *action_shape] (floats, clipped to the box)."""
+        """`send` and `recv`."""
 
     def pop_episodes(self) -> list[Episode]:
         """The full games that ended since the last call."""

@@ -19,6 +19,7 @@ from rl_pipeline.envs.envpool import EnvPoolVecEnv
 from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
 from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv, WorkerError
 from rl_pipeline.envs.gymnasium_native import GymnasiumNativeVecEnv
+from rl_pipeline.envs.lanes import Lanes
 from rl_pipeline.settings import AtariSettings, EnvSettings
 from rl_pipeline.types import Continuous, Discrete, Episode
 
@@ -37,6 +38,7 @@ PAIRS = [
     *((backend, task) for task in TASKS for backend in BACKENDS),
     *(("gymnasium_async", task) for task in ("cartpole", "pendulum", "pong", "halfcheetah")),
     *(("gymnasium_native", task) for task in ("cartpole", "pong")),
+    *(("envpool_async", task) for task in ("cartpole", "pendulum", "pong", "halfcheetah")),
 ]
 on_contract = pytest.mark.parametrize("backend, task", PAIRS)
 on_both = pytest.mark.parametrize("backend", BACKENDS)
@@ -60,6 +62,12 @@ def make(backend, env, num_envs=2, seed=0):
         return GymnasiumVecEnv(env, num_envs, seed)
     if backend == "gymnasium_async":
         return GymnasiumAsyncVecEnv(env, num_envs, seed, step_timeout_s=20)
+    if backend == "envpool_async":  # in two lanes, the last one smaller
+        first = num_envs - num_envs // 2
+        seeds = np.random.SeedSequence(seed).generate_state(2)
+        sizes = [n for n in (first, num_envs - first) if n]
+        lanes = [EnvPoolVecEnv(env, n, int(s), 1) for n, s in zip(sizes, seeds, strict=False)]
+        return Lanes(lanes, backend)
     if backend == "gymnasium_native":
         return GymnasiumNativeVecEnv(env, num_envs, seed, num_threads=1)
     return EnvPoolVecEnv(env, num_envs, seed, num_threads=1)
@@ -199,12 +207,14 @@ def test_truncation_reset_rows_and_accounts(backend, task):
             # The row before showed the last observation, not this first one.
             assert not np.array_equal(step.obs, steps[t - 1].obs)
             assert step.obs.shape == obs.shape
-    episodes = vec.pop_episodes()
-    assert [e.env_id for e in episodes] == [0, 1] * 3 and {e.length for e in episodes} == {5}
+    # In order for each environment; lanes tell theirs one after the other.
+    episodes = sorted(vec.pop_episodes(), key=lambda e: e.env_id)
+    assert [e.env_id for e in episodes] == [0] * 3 + [1] * 3
+    assert {e.length for e in episodes} == {5}
     raw = np.stack([s.raw_reward for s in steps])
     train = np.stack([s.reward for s in steps])
     expected = [
-        (raw[k : k + 5, i].sum(), train[k : k + 5, i].sum()) for k in (0, 6, 12) for i in (0, 1)
+        (raw[k : k + 5, i].sum(), train[k : k + 5, i].sum()) for i in (0, 1) for k in (0, 6, 12)
     ]
     got = [(e.return_raw, e.return_train) for e in episodes]
     np.testing.assert_allclose(got, expected, rtol=1e-5)
@@ -290,6 +300,49 @@ def test_counting_environment_yields_only_real_transitions(terminates, same_arra
             )
     assert len(pairs) == 30 and set(pairs) == {(0, 1), (1, 2), (2, 3)}
     assert vec.pop_episodes() == [Episode(i, 3.0, 3.0, 3) for _ in range(5) for i in (0, 1)]
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "gymnasium_async", "gymnasium_native"])
+def test_a_step_is_sent_once_and_received_once(backend):
+    vec = make(backend, settings("cartpole", max_episode_steps=3))
+    with pytest.raises(RuntimeError, match="reset"):
+        vec.send([0, 0])
+    vec.reset()
+    with pytest.raises(RuntimeError, match="send.. comes before"):
+        vec.recv()
+    vec.send([0, 0])
+    with pytest.raises(RuntimeError, match="recv.. comes before"):
+        vec.send([0, 0])
+    # A reset in between ends the episode under way, and what was sent with it.
+    vec.reset()
+    steps = [vec.step([0, 1]) for _ in range(3)]
+    assert [s.truncated.all() for s in steps] == [False, False, True]
+    assert [e.length for e in vec.pop_episodes()] == [3, 3]
+    vec.close()
+
+
+def test_lanes_step_apart_and_together():
+    """Each lane equals the same environments alone, however the lanes interleave."""
+    seeds = (3, 4)
+    alone = [make("envpool", settings("cartpole"), num_envs=2, seed=s) for s in seeds]
+    lanes = Lanes([make("envpool", settings("cartpole"), num_envs=2, seed=s) for s in seeds], "x")
+    assert lanes.spec.num_envs == 4
+    assert np.array_equal(lanes.reset(), np.concatenate([vec.reset() for vec in alone]))
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        action = rng.integers(0, 2, 4)
+        for lane in lanes.lanes:  # both are under way at once
+            lane.send(action[lane.columns])
+        for i in (1, 0):
+            step, expected = lanes.lanes[i].recv(), alone[i].step(action[2 * i : 2 * i + 2])
+            assert step.env_ids.tolist() == [2 * i, 2 * i + 1]
+            for field, other in zip(step[:-1], expected[:-1], strict=True):
+                assert np.array_equal(field, other)
+    expected = [e for vec in alone for e in vec.pop_episodes()]
+    games = lanes.pop_episodes()
+    assert [(g.return_raw, g.length) for g in games] == [(e.return_raw, e.length) for e in expected]
+    assert {g.env_id for g in games} == {0, 1, 2, 3}
+    lanes.close()
 
 
 @pytest.mark.parametrize(

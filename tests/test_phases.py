@@ -13,6 +13,7 @@ import torch
 import rl_pipeline
 from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.cpus import cpu_budget
+from rl_pipeline.envs.lanes import Lanes
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.sync import Counters
 from rl_pipeline.phases import NullPhases, Phases
@@ -304,6 +305,67 @@ def test_the_first_update_has_the_full_rate_and_the_last_one_not_zero():
     )  # fmt: skip
     assert learner.progress == [0, 1 / 3, 2 / 3]
     assert (counters.env_steps, counters.updates, counters.rollouts) == (30, 3, 3)
+
+
+class Clockwork:
+    """Lane of two environments whose obs and reward tell who stepped when."""
+
+    def __init__(self, first: int, log: list[str]) -> None:
+        action = Discrete(100)
+        self.spec = EnvSpec("c", "c", 2, (1,), np.dtype(np.float32), action)
+        self.first, self.log, self.t = first, log, 0
+
+    def obs(self) -> np.ndarray:
+        return (self.first + 10 * self.t + np.arange(2, dtype=np.float32))[:, None]
+
+    def send(self, action) -> None:
+        self.log.append(f"send {self.first}")
+        self.action = action
+
+    def recv(self) -> Step:
+        self.log.append(f"recv {self.first}")
+        self.t += 1
+        no = np.zeros(2, bool)
+        reward = self.action.astype(np.float32)
+        return Step(self.obs(), reward, reward, no, no, ~no, np.arange(2, dtype=np.int32))
+
+    reset = close = None
+
+
+class Echo:
+    """Acts with the observation's own number; counts its updates."""
+
+    extras = ("log_prob",)
+    updates = 0
+
+    def act(self, obs):
+        return obs[:, 0].astype(np.int64), {"log_prob": torch.full((len(obs),), self.updates)}
+
+    def update(self, rollout, progress):
+        self.rollout = [x.clone() for x in rollout[:3]] + [rollout.extras["log_prob"].clone()]
+        self.updates += 1
+        return {"updates": 1.0}
+
+
+def test_lanes_fill_the_same_rows_as_one_vector_and_stay_on_policy():
+    log: list[str] = []
+    lanes = Lanes([Clockwork(0, log), Clockwork(2, log)], "x")
+    learner, counters = Echo(), Counters()
+    buffer = RolloutBuffer(lanes.spec, 3, learner.extras, torch.device("cpu"))
+    obs = np.concatenate([lane._envs.obs() for lane in lanes.lanes])
+    for update in range(2):
+        sync.run(lanes, buffer, learner, NullPhases(), counters, 1000, obs, lambda o, m: True)
+        seen, action, reward, log_prob = learner.rollout
+        t = torch.arange(3 * update, 3 * update + 4).view(4, 1)
+        expected = torch.arange(4).float() + 10 * t
+        assert torch.equal(seen[..., 0], expected)
+        assert torch.equal(action.float(), expected[:3])
+        assert torch.equal(reward, expected[:3])
+        assert (log_prob == update).all()  # no row was acted on with older weights
+        obs = seen[-1].numpy()
+    assert counters.env_steps == 24
+    # One lane is always under way while the other is acted on.
+    assert log[:6] == ["send 0", "send 2", "recv 0", "send 0", "recv 2", "send 2"]
 
 
 def test_random_streams_differ_by_name_seed_and_index():

@@ -48,13 +48,14 @@ class RolloutBuffer:
         self._ended = np.zeros(rows, bool)
         self._valid = np.zeros(rows, bool)
         self._extras = {name: torch.zeros(rows, device=device) for name in extras}
-        self._horizon, self._device = horizon, device
-        self._t = 0
+        self.horizon, self._device = horizon, device
+        self._cursor = [0] * spec.num_envs
+        self._num_rows = 0
 
     @property
     def full(self) -> bool:
         """A whole horizon waits to be taken."""
-        return self._t == self._horizon
+        return self._num_rows == self.horizon * len(self._cursor)
 
     @property
     def nbytes(self) -> int:
@@ -65,17 +66,24 @@ class RolloutBuffer:
     def add(
         self, obs: np.ndarray, action: np.ndarray, extras: dict[str, Tensor], step: Step
     ) -> None:
-        """Store one row: obs [N, ...], action [N, ...], extras [N] each, and its outcome."""
-        t = self._t
-        self._obs[t] = obs
-        self._action[t] = action
-        self._reward[t] = step.reward
-        np.logical_not(step.terminated, out=self._discount[t], casting="unsafe")
-        np.logical_or(step.terminated, step.truncated, out=self._ended[t])
-        self._valid[t] = step.valid
+        """Store the next row of the step's environments, a run of neighbouring ids.
+
+        obs [n, ...], action [n, ...] and extras [n] each are what was done, `step` its outcome.
+        """
+        first, count = step.env_ids.item(0), len(step.env_ids)
+        t = self._cursor[first]
+        at = (t, slice(first, first + count))
+        self._obs[at] = obs
+        self._action[at] = action
+        self._reward[at] = step.reward
+        np.logical_not(step.terminated, out=self._discount[at], casting="unsafe")
+        np.logical_or(step.terminated, step.truncated, out=self._ended[at])
+        self._valid[at] = step.valid
         for name, value in extras.items():
-            self._extras[name][t] = value
-        self._t = t + 1
+            self._extras[name][at] = value
+        # The first of a lane counts for all of it: a lane's environments move together.
+        self._cursor[first] = t + 1
+        self._num_rows += count
 
     def take(self, obs: np.ndarray) -> Rollout:
         """The full horizon, with `obs` [N, ...] after its last row; starts the next one.
@@ -83,8 +91,9 @@ class RolloutBuffer:
         On the CPU the tensors are views: they hold until the next `add`.
         """
         assert self.full
-        self._obs[self._horizon] = obs
-        self._t = 0
+        self._obs[self.horizon] = obs
+        self._cursor = [0] * len(self._cursor)
+        self._num_rows = 0
 
         def tensor(host: np.ndarray) -> Tensor:
             return torch.from_numpy(host).to(self._device)

@@ -85,6 +85,7 @@ class BaseVecEnv(ABC):
         self._env_ids = np.arange(num_envs, dtype=np.int32)
         self._env_ids.flags.writeable = False  # every Step shares it
         self._ready = False
+        self._sent = False
         self._closed = False
         self._num_steps = 0
         self._episodes: list[Episode] = []
@@ -94,6 +95,8 @@ class BaseVecEnv(ABC):
         """Start all episodes anew; returns obs [N, *obs_shape]. Unfinished games are forgotten."""
         if self._closed:
             raise RuntimeError(f"{self._name} is closed")
+        if self._sent:
+            self.recv()  # what is under way belongs to the episodes that end here
         obs = self._own(self._reset())
         expected = (self.spec.num_envs, *self.spec.obs_shape)
         if obs.shape != expected:
@@ -105,14 +108,34 @@ class BaseVecEnv(ABC):
         return obs
 
     def step(self, action: np.ndarray) -> Step:
-        """Step with one action each: integers [N] or floats [N, *action_shape], clipped to the box.
+        """`send` and `recv` in one."""
+        self.send(action)
+        return self.recv()
 
-        Raises ValueError for actions of another shape or kind, out of range or not finite, and for
-        observations or rewards that are not finite; RuntimeError before the first `reset`.
+    def send(self, action: np.ndarray) -> None:
+        """Start a step with one action each: integers [N] or floats [N, *action_shape].
+
+        Floats are clipped to the box. Raises ValueError for actions of another shape or kind, out
+        of range or not finite; RuntimeError before the first `reset` or before the last step was
+        received.
         """
         if not self._ready:
             raise RuntimeError(f"{self._name}: reset() comes before step()")
-        obs, given, terminated, truncated, game_ended = self._step(self._checked(action))
+        if self._sent:
+            raise RuntimeError(f"{self._name}: recv() comes before the next send()")
+        self._send(self._checked(action))
+        self._sent = True
+
+    def recv(self) -> Step:
+        """Wait for the step that was sent.
+
+        Raises ValueError for observations or rewards that are not finite; RuntimeError without a
+        step to wait for.
+        """
+        if not self._sent:
+            raise RuntimeError(f"{self._name}: send() comes before recv()")
+        self._sent = False
+        obs, given, terminated, truncated, game_ended = self._recv()
         self._num_steps += 1
         obs = self._own(obs)
         raw_reward = given.astype(np.float32)
@@ -168,8 +191,12 @@ class BaseVecEnv(ABC):
         """Start new games everywhere; returns the library's own obs."""
 
     @abstractmethod
-    def _step(self, action: np.ndarray) -> RawStep:
-        """Step the library with a checked action."""
+    def _send(self, action: np.ndarray) -> None:
+        """Start the library's step with a checked action, if it can; else keep the action."""
+
+    @abstractmethod
+    def _recv(self) -> RawStep:
+        """The library's step."""
 
     @abstractmethod
     def _close(self) -> None:

@@ -60,7 +60,7 @@ class EnvPoolVecEnv(BaseVecEnv):
             )
         # EnvPool's Python layer around these two calls costs 20 microseconds a step. `_send` does
         # not copy the actions: it is given an array that nobody else has.
-        self._send, self._recv = self._pool._send, self._pool._recv
+        self._pool_send, self._pool_recv = self._pool._send, self._pool._recv
         assert self._pool._spec._action_keys[:2] == ["env_id", "players.env_id"]
         self._pool_ids = np.arange(num_envs, dtype=np.int32)
         self._action_dtype = np.dtype(self._pool._spec._action_spec[-1][0])
@@ -76,9 +76,12 @@ class EnvPoolVecEnv(BaseVecEnv):
             self._lives = info["lives"]
         return obs
 
-    def _step(self, action: np.ndarray) -> RawStep:
-        self._send([self._pool_ids, self._pool_ids, np.array(action, order="C")])
-        state = self._recv()
+    def _send(self, action: np.ndarray) -> None:
+        self._sent_action = np.array(action, order="C")
+        self._pool_send([self._pool_ids, self._pool_ids, self._sent_action])
+
+    def _recv(self) -> RawStep:
+        state = self._pool_recv()
         obs, reward, done, truncated, *atari = [state[place] for place in self._places]
         terminated = done & ~truncated
         if not atari:
@@ -91,7 +94,7 @@ class EnvPoolVecEnv(BaseVecEnv):
 
     def _close(self) -> None:
         self._pool.close()
-        del self._pool, self._send, self._recv  # joins its threads
+        del self._pool, self._pool_send, self._pool_recv  # joins its threads
 
 
 def _make(env: EnvSettings, num_envs: int, seed: int, num_threads: int) -> Any:

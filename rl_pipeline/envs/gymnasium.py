@@ -85,8 +85,11 @@ class GymnasiumVecEnv(BaseVecEnv):
         options = {"new_game": True} if self._atari else None
         return self._vec.reset(seed=seeds, options=options)[0]
 
-    def _step(self, action: np.ndarray) -> RawStep:
-        obs, reward, terminated, truncated, _ = self._vec.step(action)
+    def _send(self, action: np.ndarray) -> None:
+        self._action = action
+
+    def _recv(self) -> RawStep:
+        obs, reward, terminated, truncated, _ = self._vec.step(self._action)
         game_ended = None
         if self._atari:
             games: list[Any] = self._vec.envs

@@ -123,9 +123,11 @@ class GymnasiumAsyncVecEnv(BaseVecEnv):
 
         return self._guarded(call, timeout_s)
 
-    def _step(self, action: np.ndarray) -> RawStep:
+    def _send(self, action: np.ndarray) -> None:
+        self._guarded(lambda: self._vec.step_async(action), self._timeout_s)
+
+    def _recv(self) -> RawStep:
         def call() -> tuple[Any, ...]:
-            self._vec.step_async(action)
             return self._vec.step_wait(self._timeout_s)
 
         obs, reward, terminated, truncated, info = self._guarded(call, self._timeout_s)

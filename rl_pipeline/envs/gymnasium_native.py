@@ -40,8 +40,11 @@ class GymnasiumNativeVecEnv(BaseVecEnv):
         seed, self._seed = self._seed, None
         return self._vec.reset(seed=seed)[0]
 
-    def _step(self, action: np.ndarray) -> RawStep:
-        obs, reward, terminated, truncated, _ = self._vec.step(action)
+    def _send(self, action: np.ndarray) -> None:
+        self._action = action
+
+    def _recv(self) -> RawStep:
+        obs, reward, terminated, truncated, _ = self._vec.step(self._action)
         return obs, reward, terminated, truncated, None
 
     def _close(self) -> None:
