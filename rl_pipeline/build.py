@@ -168,10 +168,13 @@ def make_facts(
         **{f"threads.{k}": v for k, v in plan.reasons.items()},
         "device": runtime.device_reason,
     }
+    if settings.seed is None:
+        reasons["seed"] = f"{runtime.seed} (drawn, none was given)"
     return {
         "run_id": run_id,
         "name": name
-        or f"{settings.algo.name} {settings.env.name} {settings.backend.name} {run_id}",
+        or f"{settings.env.name} {settings.algo.name} {settings.backend.name} "
+        f"s{runtime.seed} {run_id}",
         "experiment": settings.tracking.experiment
         or os.environ.get("MLFLOW_EXPERIMENT_NAME", "rl_pipeline"),
         "folder": str(folder),

@@ -66,7 +66,7 @@ def _explain(error: Any, values: dict[str, Any]) -> str:
     key = ".".join(path)
     match error["type"]:
         case "extra_forbidden":
-            return f"{key} is not a setting{_near(key, known_keys())}"
+            return f"{key} is not a setting{_near(key, known_keys() + groups())}"
         case "missing":
             return f"{key} must be given, e.g. {key}=..."
         case "value_error":
@@ -220,9 +220,18 @@ class Gate(Callback):
         """Validate before Hydra makes the run folder."""
         # Hydra turns exceptions of callbacks into warnings; the SystemExit of refusing() passes.
         with refusing():
+            check_recipe(list(config.hydra.overrides.task))
             settings = load(job_config(config))
             check_machine(settings)
             check_folder(settings, Path(str(config.hydra.run.dir)))
+
+
+def check_recipe(overrides: list[str]) -> None:
+    """Refuse a recipe that does not exist: as an optional default Hydra would pass over it."""
+    for override in parse_overrides([o for o in overrides if o.startswith("recipe=")]):
+        name, folders = override.value(), (CONF, Path.cwd() / "conf")
+        if name and not any((folder / "recipe" / f"{name}.yaml").exists() for folder in folders):
+            raise ConfigError(f"recipe={name} does not exist here; {_options('recipe', str(name))}")
 
 
 def sweep_settings(config: DictConfig) -> list[Settings]:
@@ -243,6 +252,7 @@ def sweep_settings(config: DictConfig) -> list[Settings]:
     for batch in BasicSweeper.split_arguments(parse_overrides(arguments), max_batch_size=None):
         for job in batch:
             try:
+                check_recipe(list(job))
                 cfg = hydra.config_loader.load_sweep_config(config, list(job))
                 settings.append(load(job_config(cfg)))
                 check_machine(settings[-1])

@@ -65,9 +65,11 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         f"{rate['env_steps_per_s']:,.0f} env steps/s, {rate['updates_per_s']:,.0f} updates/s  "
         f"({over})",
     )
+    before = result.get("resume", {}).get("from_env_steps", 0)
+    resumed = f"{counters['env_steps'] - before:,} of " if before else ""
     grid.add_row(
         "work",
-        f"{counters['env_steps']:,} env steps, {counters['updates']:,} updates, "
+        f"{resumed}{counters['env_steps']:,} env steps, {counters['updates']:,} updates, "
         f"{counters['episodes']:,} games in {rate['wall_s']:.1f} s "
         f"(of it warm-up {rate['warmup_s']:.1f} s; start-up before it {_startup(result)} s)",
     )
@@ -77,13 +79,18 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         if found := result["bottleneck"]:
             bound = found["upper_bound_speedup"]
             gain = f"at most {bound:.1f}x faster if it were free" if bound else ""
-            grid.add_row("bottleneck", f"{found['phase']} ({found['share']:.0%}): {gain}")
+            grid.add_row(
+                "bottleneck", f"{found['phase']} ({found['share']:.0%} of training): {gain}"
+            )
     grid.add_row("folder", shown_path(result["folder"]))
     tracked = result.get("tracking", {})
     if tracked.get("run_id"):
         if tracked.get("trouble"):
             grid.add_row("mlflow", f"store trouble: {tracked['trouble']}; the rows are kept")
         grid.add_row("mlflow", how_to_open(tracked["uri"]))
+        page = f"#/experiments/{tracked['experiment_id']}/runs/{tracked['run_id']}"
+        server = tracked["uri"] if tracked["uri"].startswith("http") else "http://127.0.0.1:5000"
+        grid.add_row("", f"{server}/{page}")
     elif tracked.get("trouble") or tracked.get("pending"):
         grid.add_row("mlflow", f"not reached ({tracked.get('trouble')}); rows in metrics.jsonl")
         folder = shown_path(result["folder"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 
 import hydra
@@ -30,6 +31,11 @@ def _train(cfg: DictConfig) -> float:
             resume = report.shown_path(str(folder))
             print(f"continue with\n  python -m rl_pipeline.train resume={resume}", file=sys.stderr)
         sys.exit(143 if name == "SIGTERM" else 130)
+    except Exception as error:
+        traceback.print_exc()
+        folder = report.shown_path(HydraConfig.get().runtime.output_dir)
+        print(f"failed: {type(error).__name__}: {error}\nfolder: {folder}", file=sys.stderr)
+        sys.exit(1)
     report.print_summary(result)
     return report.objective(result)
 

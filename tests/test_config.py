@@ -111,7 +111,12 @@ def test_composition_errors_are_explained(override, words):
 
 
 def test_bad_lines_end_fast_with_code_2_and_leave_nothing(cli):
-    for line in (["env.bakend=envpool"], ["seed=abc"], ["-m", "seed=1,2", "precision=fp32,fp61"]):
+    for line in (
+        ["env.bakend=envpool"],
+        ["seed=abc"],
+        ["recipe=ppo_cartpol"],
+        ["-m", "seed=1,2", "precision=fp32,fp61"],
+    ):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         out = cli(*line)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

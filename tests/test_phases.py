@@ -174,6 +174,7 @@ def test_a_run_too_short_for_a_steady_state_says_so(tmp_path):
     recorder.tick(counters, {})
     assert recorder.throughput()["env_steps_per_s"] == 25
     assert not recorder.throughput()["steady"]
+    assert recorder.throughput()["window_spread"] is None  # of one window: unknown, not 0
 
 
 def test_evaluation_time_is_not_training_time(tmp_path):

@@ -60,7 +60,7 @@ def test_a_run_leaves_a_complete_record(cli):
     # The store holds the same run: params, metrics on the env-step axis, a true status.
     ((status, name),) = query(cli, "select status, name from runs")
     assert status == "FINISHED"
-    assert "ppo cartpole envpool" in name
+    assert name.startswith("cartpole ppo envpool s1 r")
     params = dict(query(cli, "select key, value from params"))
     assert params["algo.learning_rate"] == "0.001"
     assert params["seed"] == "1"

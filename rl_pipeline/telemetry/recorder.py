@@ -18,6 +18,8 @@ from rl_pipeline.types import Episode, Metrics
 
 RETURN_WINDOW = 100
 """Episodes in the running mean of the training return."""
+STEADY_WINDOWS = 3
+"""Fewer than this after the warm-up are no steady state."""
 WARMUP_CAP_S = 30.0
 """The steady state begins no later than this after the first update."""
 
@@ -164,8 +166,8 @@ class Recorder:
 
     def throughput(self) -> dict[str, Any]:
         """Steady-state rates; of the whole run, with `steady: false`, where it was too short."""
-        steady = bool(self.windows)
-        windows = self.windows or self._warmup_windows
+        steady = len(self.windows) >= STEADY_WINDOWS
+        windows = self.windows if steady else self._warmup_windows + self.windows
         seconds = sum(w[0] for w in windows) or 1e-9
         steps, updates = (sum(w[i] for w in windows) for i in (1, 2))
         rates = [w[1] / w[0] for w in windows] or [0.0]
@@ -175,7 +177,7 @@ class Recorder:
             "frames_per_s": steps * self._frame_skip / seconds,
             "updates_per_s": updates / seconds,
             "window_median": float(median),
-            "window_spread": float((q75 - q25) / median) if median else None,
+            "window_spread": float((q75 - q25) / median) if median and len(windows) > 1 else None,
             "windows": len(windows),
             "steady": steady,
             "steady_s": seconds if steady else 0.0,
