@@ -33,8 +33,8 @@ def _train(cfg: DictConfig) -> float:
         sys.exit(143 if name == "SIGTERM" else 130)
     except Exception as error:
         traceback.print_exc()
-        folder = report.shown_path(HydraConfig.get().runtime.output_dir)
-        print(f"failed: {type(error).__name__}: {error}\nfolder: {folder}", file=sys.stderr)
+        where = report.shown_path(HydraConfig.get().runtime.output_dir)
+        print(f"failed: {type(error).__name__}: {error}\nfolder: {where}", file=sys.stderr)
         sys.exit(1)
     report.print_summary(result)
     return report.objective(result)
