@@ -55,7 +55,7 @@ class Store:
                 folder = re.sub(r"[^\w.-]+", "_", name)
                 location = (Path(artifact_root) / folder).as_uri() if artifact_root else None
                 try:
-                    # The UI then opens on training runs instead of its GenAI pages.
+                    # The UI then opens the experiment on its training runs, not on GenAI pages.
                     tags = {"mlflow.experimentKind": "custom_model_development"}
                     return str(self.client.create_experiment(name, location, tags))
                 except MlflowException:
