@@ -71,6 +71,13 @@ def test_a_run_leaves_a_complete_record(cli):
     evals = [r["step"] for r in rows if "return/eval" in r["metrics"]]
     assert len(evals) == 2
     assert 1500 <= evals[0] < 2000
+    # The best checkpoint holds the weights that were evaluated, not later ones.
+    best = torch.load(folder / "checkpoints" / "best.pt", weights_only=True)
+    top = max(r["metrics"]["return/eval"] for r in rows if "return/eval" in r["metrics"])
+    assert best["score"] == top
+    assert best["counters"]["env_steps"] in [
+        r["step"] for r in rows if r["metrics"].get("return/eval") == top
+    ]
     artifacts = {p.name for p in (cli.cwd / "mlartifacts").rglob("*") if p.is_file()}
     assert {"config.yaml", "result.json", "metrics.jsonl"} <= artifacts
     assert not (cli.cwd / "mlruns").exists()
@@ -95,6 +102,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(cli):
     assert first["counters"]["updates"] > 0
     assert second["resume"] == {"from_env_steps": pytest.approx(1000, abs=300), "exact": True}
     assert first["returns"]["train_mean"] == second["returns"]["train_mean"]
+
+
+def test_a_run_resumed_from_elsewhere_stays_in_its_store(cli):
+    home, elsewhere = Cli(cli.cwd / "home"), Cli(cli.cwd / "elsewhere")
+    for place in (home, elsewhere):
+        place.cwd.mkdir()
+    line = ("debug=short", "seed=1", "eval.episodes=0")
+    assert home(*line, "total_steps=600").returncode == 0
+    (folder,) = home.folders()
+    out = elsewhere(f"resume={folder}", "total_steps=1200")
+    assert out.returncode == 0, out.stderr
+    assert not (elsewhere.cwd / "mlflow.db").exists()
+    assert query(home, "select status from runs") == [("FINISHED",)]
+    ((last,),) = query(home, "select max(step) from metrics where key = 'count/updates'")
+    assert last >= 1200
 
 
 def test_resume_refuses_what_would_be_another_run(cli):
