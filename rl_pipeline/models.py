@@ -126,9 +126,6 @@ def make_trunk(
 class Categorical:
     """Distribution over Discrete actions; parameters are logits [B, A]."""
 
-    action_dtype = torch.int64
-    action_shape: tuple[int, ...] = ()
-
     def __init__(self, action: Discrete) -> None:
         self.num_params = action.num_actions
 
@@ -158,8 +155,6 @@ class Gaussian:
 
     Actions are unbounded here; the environment's adapter clips what it executes to the box.
     """
-
-    action_dtype = torch.float32
 
     def __init__(self, action: Continuous) -> None:
         self.action_shape = action.shape
