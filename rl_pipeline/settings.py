@@ -89,9 +89,19 @@ class BackendSettings(Frozen):
 class BufferSettings(Frozen):
     """Where transitions wait for the learner."""
 
-    name: Literal["rollout"]
-    placement: Literal["cpu"] = "cpu"
+    name: Literal["rollout", "uniform", "prioritized", "deque", "memmap"]
+    placement: Literal["cpu", "pinned", "cuda"] = "cpu"
     """Where the bytes live."""
+    capacity: PositiveInt | None = None
+    """Rows in all, over the environments; null for rollout, whose size is one horizon."""
+    alpha: Fraction | None = None
+    """prioritized: exponent of the priorities; 0 is uniform (Schaul et al. 2016)."""
+    beta: Fraction | None = None
+    """prioritized: exponent of the importance weights at the start, annealed to 1."""
+    prefetch: bool = False
+    """Draw the next batch on a thread of its own while the learner works on this one."""
+    save: bool = True
+    """Contents go into checkpoints; without them a resumed run fills its replay anew."""
 
 
 class NetworkSettings(Frozen):

@@ -79,6 +79,23 @@ class Episode(NamedTuple):
 Metrics = Mapping[str, "torch.Tensor | float"]
 
 
+class Batch(NamedTuple):
+    """B transitions drawn from replay, on the learner's device.
+
+    With n-step returns a transition spans k <= n steps: fewer where its episode or the data ended.
+    """
+
+    obs: torch.Tensor  # [B, *obs_shape], as stored
+    action: torch.Tensor  # [B, *action_shape], int64 or float32
+    reward: torch.Tensor  # [B] float32: sum of gamma^i r_i over the k steps
+    discount: torch.Tensor  # [B] float32: gamma^k, or 0 where the episode terminated
+    next_obs: torch.Tensor  # [B, *obs_shape]: k steps on; the true last observation at an end
+    weight: torch.Tensor  # [B] float32 importance weights; 1 for uniform sampling
+    ids: np.ndarray | torch.Tensor
+    """[B] int64, never used twice in a run: a priority for a transition that has been overwritten
+    meanwhile is recognised and dropped."""
+
+
 class VecEnv(Protocol):
     """N environments stepped together."""
 
@@ -107,6 +124,38 @@ class VecEnv(Protocol):
 
     def close(self) -> None:
         """Free all resources; a second call does nothing."""
+
+
+class ReplayBuffer(Protocol):
+    """Transitions of many past policies, drawn at random."""
+
+    size: int
+    """Transitions that can be drawn now."""
+    nbytes: int
+    """Bytes of storage."""
+
+    def add(
+        self, obs: np.ndarray, action: np.ndarray, extras: dict[str, torch.Tensor], step: Step
+    ) -> None:
+        """Store the next row of the step's environments (`step.env_ids`, in any order).
+
+        obs [n, ...] and action [n, ...] are what was done, `step` its outcome. Rows whose `valid`
+        is False only reset; their obs is the true last observation of the episode before.
+        """
+
+    def sample(self, batch_size: int) -> Batch:
+        """Draw with replacement."""
+
+    def update_priorities(
+        self, ids: np.ndarray | torch.Tensor, priorities: np.ndarray | torch.Tensor
+    ) -> int:
+        """Set the priorities [B] of drawn transitions; returns how many still existed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Contents, cursors, priorities and random state, on the CPU."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Strict inverse of `state_dict`."""
 
 
 class Learner(Protocol):
