@@ -10,6 +10,7 @@ import shutil
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,19 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from rl_pipeline import checkpoint, config, runs
-from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.evaluate import evaluate
+from rl_pipeline.loops import sync
+from rl_pipeline.loops.schedule import Pace
 from rl_pipeline.phases import NullPhases, Phases
 from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
-from rl_pipeline.session import Session
-from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.session import Replay, Session
+from rl_pipeline.settings import ConfigError, DQNSettings, PPOSettings, Settings
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import Progress
 from rl_pipeline.telemetry.provenance import provenance
 from rl_pipeline.telemetry.recorder import Recorder
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker
-from rl_pipeline.types import EnvSpec, Learner, VecEnv
+from rl_pipeline.types import EnvSpec, Learner, ReplayBuffer, VecEnv
 
 
 def make_envs(settings: Settings, num_envs: int, seed: int, num_threads: int) -> VecEnv:
@@ -69,15 +71,59 @@ def make_training_envs(settings: Settings, seed: int, num_threads: int) -> VecEn
     return Lanes(lanes, backend.name)
 
 
-def make_learner(
-    settings: Settings, spec: EnvSpec, runtime: Runtime, phases: Phases | NullPhases
-) -> Learner:
-    """The learner that `algo` names."""
-    match settings.algo.name:
-        case "ppo":
+@dataclass(frozen=True)
+class Training:
+    """The algorithm's parts of a session."""
+
+    learner: Learner
+    loop: Callable[[sync.Counters, np.ndarray, sync.Hook], None]
+    replay: Replay | None
+    buffer_bytes: int
+
+
+def make_training(
+    settings: Settings, envs: VecEnv, runtime: Runtime, phases: Phases | NullPhases
+) -> Training:
+    """Learner, buffer and loop of the algorithm that `algo` names."""
+    match settings.algo:
+        case PPOSettings() as algo:
+            from rl_pipeline.buffers.rollout import RolloutBuffer
             from rl_pipeline.learners.ppo import PPO
 
-            return PPO(settings.algo, settings.network, spec, runtime, phases)
+            ppo = PPO(algo, settings.network, envs.spec, runtime, phases)
+            rollout = RolloutBuffer(envs.spec, algo.horizon, ppo.extras, runtime.device)
+
+            def on_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
+                sync.run(envs, rollout, ppo, phases, counters, settings.total_steps, obs, hook)
+
+            return Training(ppo, on_policy, None, rollout.nbytes)
+        case DQNSettings() as algo:
+            from rl_pipeline.learners.dqn import DQN
+
+            dqn = DQN(algo, settings.network, envs.spec, runtime, phases, settings.total_steps)
+            buffer = make_replay(settings, algo, envs.spec, runtime)
+            pace = Pace(algo.batch_size, algo.replay_ratio, algo.learning_starts)
+
+            def off_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
+                sync.run_replay(envs, buffer, dqn, phases, pace, counters, obs, hook)
+
+            replay = Replay(buffer, pace, settings.buffer.save)
+            return Training(dqn, off_policy, replay, buffer.nbytes)
+
+
+def make_replay(
+    settings: Settings, algo: DQNSettings, spec: EnvSpec, runtime: Runtime
+) -> ReplayBuffer:
+    """The replay buffer that `buffer` names."""
+    capacity = settings.buffer.capacity
+    assert capacity is not None
+    seed = stream_seed(runtime.seed, "update")
+    match settings.buffer.name:
+        case "deque":
+            from rl_pipeline.buffers.deque import DequeBuffer
+
+            return DequeBuffer(spec, capacity, algo.n_step, algo.gamma, seed, runtime.device)
+    raise NotImplementedError(settings.buffer.name)
 
 
 def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tracker | NullTracker:
@@ -229,9 +275,8 @@ def make_session(
         Phases(new_event=runtime.new_event()) if settings.profile.name == "phases" else NullPhases()
     )
     envs = make_training_envs(settings, stream_seed(seed, "envs"), threads)
-    learner = make_learner(settings, envs.spec, runtime, phases)
-    buffer = RolloutBuffer(envs.spec, settings.algo.horizon, learner.extras, runtime.device)
-    facts["buffer_bytes"] = buffer.nbytes
+    training = make_training(settings, envs, runtime, phases)
+    facts["buffer_bytes"] = training.buffer_bytes
 
     # From here on nothing in the settings can be wrong: the run exists.
     record = saved or {
@@ -250,13 +295,14 @@ def make_session(
         phases.window, hardware.window, lambda: tracker.ready,
     )  # fmt: skip
     session = Session(
-        settings=settings, folder=folder, facts=facts, envs=envs, buffer=buffer, learner=learner,
-        phases=phases, recorder=recorder, tracker=tracker, hardware=hardware,
+        settings=settings, folder=folder, facts=facts, envs=envs, learner=training.learner,
+        loop=training.loop, replay=training.replay, phases=phases, recorder=recorder,
+        tracker=tracker, hardware=hardware,
         progress=Progress(settings.total_steps),
         checkpoints=checkpoint.Checkpoints(
             folder / "checkpoints", settings.checkpoint.keep_last, settings.checkpoint.keep_best
         ),
-        evaluate=make_evaluation(settings, learner, seed, threads),
+        evaluate=make_evaluation(settings, training.learner, seed, threads),
         synchronize=runtime.synchronize,
     )  # fmt: skip
     return session, state

@@ -113,3 +113,41 @@ def ppo_loss(
         loss, policy_loss.detach(), value_loss.detach(), mean_entropy.detach(),
         approx_kl, clip_fraction, max_abs_log_ratio,
     )  # fmt: skip
+
+
+def td_target(
+    reward: Tensor, discount: Tensor, next_q: Tensor, next_q_online: Tensor | None = None
+) -> Tensor:
+    """n-step targets [B] of Q-learning: reward + discount * Q'(s', a*).
+
+    reward, discount [B] as in `types.Batch` (the discount is 0 after a termination only); next_q
+    [B, A] of the target network. a* is its own best action (Mnih et al. 2015,
+    doi:10.1038/nature14236), or, given `next_q_online` [B, A], the best one of the network that
+    learns: double Q-learning (van Hasselt et al. 2016, arXiv:1509.06461).
+    """
+    if next_q_online is None:
+        best = next_q.amax(-1)
+    else:
+        best = next_q.gather(-1, next_q_online.argmax(-1, keepdim=True)).squeeze(-1)
+    return torch.addcmul(reward, discount, best)
+
+
+class DQNTerms(NamedTuple):
+    """Of one DQN loss."""
+
+    loss: Tensor
+    priority: Tensor  # [B] |TD error|
+    q: Tensor  # [B] of the actions taken
+
+
+def dqn_loss(q: Tensor, action: Tensor, target: Tensor, weight: Tensor) -> DQNTerms:
+    """Mean Huber loss (kink at 1) of Q [B, A] at action [B] to target [B], weighted by weight [B].
+
+    The kink is Mnih et al.'s clipping of the error term to [-1, 1]; the weights are the importance
+    weights of prioritized replay (Schaul et al. 2016, arXiv:1511.05952), 1 elsewhere.
+    """
+    chosen = q.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+    error = torch.nn.functional.huber_loss(chosen, target, reduction="none")
+    loss = torch.dot(error, weight) / len(weight)
+    chosen = chosen.detach()
+    return DQNTerms(loss, (chosen - target).abs(), chosen)

@@ -231,3 +231,18 @@ class ActorCritic(nn.Module):
         if self.log_std is None:
             return params
         return torch.cat([params, self.log_std.expand_as(params)], -1)
+
+
+class QNetwork(nn.Module):
+    """obs -> one value per action."""
+
+    def __init__(
+        self, network: NetworkSettings, spec: EnvSpec, num_actions: int, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        self.trunk, width = make_trunk(network, spec.obs_shape, generator)
+        self.head = _linear(width, num_actions, 1.0, generator)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """obs [B, ...] -> Q [B, A]."""
+        return self.head(self.trunk(obs))

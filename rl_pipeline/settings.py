@@ -147,6 +147,36 @@ class PPOSettings(Frozen):
     """Initial log standard deviation of the Gaussian policy."""
 
 
+class DQNSettings(Frozen):
+    """Deep Q-learning (Mnih et al. 2015, doi:10.1038/nature14236)."""
+
+    name: Literal["dqn"]
+    learning_starts: Count = 1_000
+    """Env steps stored before the first update."""
+    batch_size: PositiveInt = 32
+    """Transitions per update."""
+    replay_ratio: PositiveFloat = 8.0
+    """Transitions drawn per env step: updates x batch_size / env steps, held at every turn."""
+    learning_rate: PositiveFloat = 1e-4
+    adam_eps: PositiveFloat = 1e-8
+    gamma: Fraction = 0.99
+    n_step: PositiveInt = 1
+    """Rewards summed before the bootstrap; windows end where their episode ends."""
+    double: bool = False
+    """The learning network chooses the action that the target network values (van Hasselt et al.
+    2016, arXiv:1509.06461)."""
+    target_every: PositiveInt = 1_000
+    """Updates (as in the paper, not env steps) between moves of the target network."""
+    tau: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """How far the target moves towards the network each time; 1 copies it."""
+    max_grad_norm: PositiveFloat = 10.0
+    epsilon_start: Fraction = 1.0
+    epsilon_end: Fraction = 0.05
+    """Probability of a random action in training. Evaluation has none."""
+    epsilon_fraction: Fraction = 0.1
+    """Part of `total_steps` over which epsilon falls, linearly."""
+
+
 class DeviceSettings(Frozen):
     """Where tensors live."""
 
@@ -239,7 +269,7 @@ class Settings(Frozen):
     backend: BackendSettings
     buffer: BufferSettings
     network: NetworkSettings
-    algo: PPOSettings
+    algo: Annotated[PPOSettings | DQNSettings, Field(discriminator="name")]
     device: DeviceSettings
     precision: PrecisionSettings
     compile: CompileSettings
@@ -292,12 +322,6 @@ class Settings(Frozen):
             raise ValueError(
                 f"network=nature_cnn needs images, env={self.env.name} has none; use network=mlp"
             )
-        rows = self.algo.horizon * self.backend.num_envs
-        if rows % self.algo.num_minibatches:
-            raise ValueError(
-                f"algo.num_minibatches={self.algo.num_minibatches} must divide algo.horizon x "
-                f"backend.num_envs = {self.algo.horizon} x {self.backend.num_envs} = {rows}"
-            )
         if self.tracking.name == "none" and (self.tracking.uri or self.tracking.experiment):
             raise ValueError(
                 "tracking.uri and tracking.experiment have no effect with tracking=none; use "
@@ -306,3 +330,76 @@ class Settings(Frozen):
         if self.eval.every_steps and not self.eval.episodes:
             raise ValueError("eval.every_steps has no effect with eval.episodes=0")
         return self
+
+    @model_validator(mode="after")
+    def _learning(self) -> Settings:
+        """Refuse a buffer that the algorithm cannot learn from, and figures that never meet."""
+        algo, buffer = self.algo, self.buffer
+        if algo.name == "ppo":
+            if buffer.name != "rollout":
+                raise ValueError(
+                    f"buffer={buffer.name} does not go with algo=ppo, which learns only from what "
+                    "its present policy has done; use buffer=rollout or algo=dqn"
+                )
+            rows = algo.horizon * self.backend.num_envs
+            if rows % algo.num_minibatches:
+                raise ValueError(
+                    f"algo.num_minibatches={algo.num_minibatches} must divide algo.horizon x "
+                    f"backend.num_envs = {algo.horizon} x {self.backend.num_envs} = {rows}"
+                )
+        else:
+            if buffer.name == "rollout":
+                raise ValueError(
+                    f"buffer=rollout does not go with algo={algo.name}, which learns from old "
+                    "steps; use buffer=uniform or buffer=prioritized"
+                )
+            self._check_replay(algo)
+        self._check_buffer()
+        return self
+
+    def _check_replay(self, algo: DQNSettings) -> None:
+        capacity = self.buffer.capacity
+        if capacity is None:
+            raise ValueError(f"buffer.capacity must be given with buffer={self.buffer.name}")
+        # One row per environment waits for its successor, n_step of them for a whole window.
+        waiting = algo.n_step * self.backend.num_envs
+        for key, least in {
+            "algo.learning_starts": algo.learning_starts,
+            "algo.batch_size": algo.batch_size + waiting,
+        }.items():
+            if capacity < least:
+                raise ValueError(
+                    f"buffer.capacity={capacity:,} is less than {key} needs ({least:,}): learning "
+                    "would never begin; make it larger"
+                )
+        if algo.learning_starts >= self.total_steps:
+            raise ValueError(
+                f"algo.learning_starts={algo.learning_starts:,} is not reached in total_steps="
+                f"{self.total_steps:,}; lower it, or give more steps"
+            )
+
+    def _check_buffer(self) -> None:
+        buffer = self.buffer
+        for key in ("alpha", "beta"):
+            value = getattr(buffer, key)
+            if (buffer.name == "prioritized") != (value is not None):
+                raise ValueError(
+                    f"buffer.{key} goes with buffer=prioritized and with no other; it is {value} "
+                    f"on buffer={buffer.name}"
+                )
+        plain: dict[str, dict[str, Any]] = {
+            "rollout": {"capacity": None, "placement": "cpu", "prefetch": False, "save": True},
+            "deque": {"placement": "cpu", "prefetch": False},
+            "memmap": {"placement": "cpu"},
+        }
+        for key, only in plain.get(buffer.name, {}).items():
+            value = getattr(buffer, key)
+            if value != only:
+                raise ValueError(
+                    f"buffer.{key}={value} has no effect on buffer={buffer.name}; leave it out"
+                )
+        if buffer.placement != "cpu" and self.device.name == "cpu":
+            raise ValueError(
+                f"buffer.placement={buffer.placement} is for a GPU and device=cpu has none; use "
+                "buffer.placement=cpu or device=cuda"
+            )

@@ -129,10 +129,12 @@ class VecEnv(Protocol):
 class ReplayBuffer(Protocol):
     """Transitions of many past policies, drawn at random."""
 
-    size: int
-    """Transitions that can be drawn now."""
     nbytes: int
     """Bytes of storage."""
+
+    @property
+    def size(self) -> int:
+        """Transitions that can be drawn now."""
 
     def add(
         self, obs: np.ndarray, action: np.ndarray, extras: dict[str, torch.Tensor], step: Step
@@ -142,6 +144,9 @@ class ReplayBuffer(Protocol):
         obs [n, ...] and action [n, ...] are what was done, `step` its outcome. Rows whose `valid`
         is False only reset; their obs is the true last observation of the episode before.
         """
+
+    def cut(self) -> None:
+        """The environments begin new episodes that no row so far leads to (after a resume)."""
 
     def sample(self, batch_size: int) -> Batch:
         """Draw with replacement."""
@@ -161,20 +166,37 @@ class ReplayBuffer(Protocol):
 class Learner(Protocol):
     """Owns parameters, optimizer and normalisers."""
 
-    extras: tuple[str, ...]
-    """Names of what `act` wants stored beside each step."""
-
-    def act(self, obs: np.ndarray) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-        """Sample actions for obs [N, ...]; the extras are stored beside the step."""
-
     def act_greedy(self, obs: np.ndarray) -> np.ndarray:
         """Best actions for obs [N, ...], as evaluation uses them."""
-
-    def update(self, batch: Any, progress: float) -> Metrics:
-        """Learn from one batch; `progress` in [0, 1] drives the schedules."""
 
     def state_dict(self) -> dict[str, Any]:
         """All that training needs to continue, on the CPU."""
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Strict inverse of `state_dict`; False where random streams had to begin anew."""
+
+
+class RolloutLearner(Learner, Protocol):
+    """Learns from what its present policy has just done."""
+
+    extras: tuple[str, ...]
+    """Names of what `act` wants stored beside each step."""
+
+    def act(self, obs: np.ndarray) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+        """Sample actions for obs [N, ...]; the extras are stored beside the step."""
+
+    def update(self, batch: Any, progress: float) -> Metrics:
+        """Learn from one batch; `progress` in [0, 1] drives the schedules."""
+
+
+class ReplayLearner(Learner, Protocol):
+    """Learns from what any policy has done."""
+
+    def act(self, obs: np.ndarray, env_steps: int) -> np.ndarray:
+        """Actions for obs [N, ...] with exploration, whose schedule runs over env steps."""
+
+    def update(self, batch: Batch) -> torch.Tensor:
+        """One optimizer step; returns the new priorities [B] of the batch."""
+
+    def metrics(self, env_steps: int) -> Metrics:
+        """Of the last update; called at the log tick only."""
