@@ -100,12 +100,14 @@ def make_training(
         case DQNSettings() as algo:
             from rl_pipeline.learners.dqn import DQN
 
-            dqn = DQN(algo, settings.network, envs.spec, runtime, phases, settings.total_steps)
+            dqn = DQN(algo, settings.network, envs.spec, runtime, phases)
             buffer = make_replay(settings, algo, envs.spec, runtime)
             pace = Pace(algo.batch_size, algo.replay_ratio, algo.learning_starts)
 
             def off_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
-                sync.run_replay(envs, buffer, dqn, phases, pace, counters, obs, hook)
+                sync.run_replay(
+                    envs, buffer, dqn, phases, pace, counters, settings.total_steps, obs, hook
+                )
 
             replay = Replay(buffer, pace, settings.buffer.save)
             return Training(dqn, off_policy, replay, buffer.nbytes)

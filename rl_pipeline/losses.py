@@ -132,11 +132,15 @@ def td_target(
     return torch.addcmul(reward, discount, best)
 
 
+PRIORITY_EPS = 1e-6
+"""Keeps every transition's probability above 0 (Schaul et al. 2016, sec. 3.3)."""
+
+
 class DQNTerms(NamedTuple):
     """Of one DQN loss."""
 
     loss: Tensor
-    priority: Tensor  # [B] |TD error|
+    priority: Tensor  # [B] |TD error| + PRIORITY_EPS
     q: Tensor  # [B] of the actions taken
 
 
@@ -150,4 +154,4 @@ def dqn_loss(q: Tensor, action: Tensor, target: Tensor, weight: Tensor) -> DQNTe
     error = torch.nn.functional.huber_loss(chosen, target, reduction="none")
     loss = torch.dot(error, weight) / len(weight)
     chosen = chosen.detach()
-    return DQNTerms(loss, (chosen - target).abs(), chosen)
+    return DQNTerms(loss, (chosen - target).abs() + PRIORITY_EPS, chosen)

@@ -56,26 +56,25 @@ class EpsilonGreedy:
         num_actions: int,
         start: float,
         end: float,
-        over_steps: float,
+        fraction: float,
         rng: np.random.Generator,
     ) -> None:
-        """`over_steps`: env steps from `start` to `end`; 0 is `end` from the first one on."""
+        """`fraction`: progress at which epsilon has gone from `start` to `end`."""
         self._num_actions, self._start, self._end = num_actions, start, end
-        self._slope = (end - start) / over_steps if over_steps else 0.0
-        self._over_steps = over_steps
+        self._fraction = fraction
         self.rng = rng
 
-    def epsilon(self, env_steps: int) -> float:
-        """The probability of a random action after `env_steps`."""
-        if env_steps >= self._over_steps:
+    def epsilon(self, progress: float) -> float:
+        """The probability of a random action at `progress` in [0, 1] of the run."""
+        if progress >= self._fraction:
             return self._end
-        return self._start + self._slope * env_steps
+        return self._start + (self._end - self._start) * (progress / self._fraction)
 
     def __call__(
-        self, obs: np.ndarray, env_steps: int, greedy: Callable[[np.ndarray], np.ndarray]
+        self, obs: np.ndarray, progress: float, greedy: Callable[[np.ndarray], np.ndarray]
     ) -> np.ndarray:
         """Actions [N] for obs [N, ...]; `greedy` is not asked where all actions are random."""
-        epsilon = self.epsilon(env_steps)
+        epsilon = self.epsilon(progress)
         draw = self.rng.random(len(obs))
         explore = draw < epsilon
         count = np.count_nonzero(explore)

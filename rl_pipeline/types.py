@@ -145,11 +145,11 @@ class ReplayBuffer(Protocol):
         is False only reset; their obs is the true last observation of the episode before.
         """
 
-    def cut(self) -> None:
-        """The environments begin new episodes that no row so far leads to (after a resume)."""
+    def cut(self, env_ids: np.ndarray | None = None) -> None:
+        """Say that the next row of these environments (all) does not follow their newest."""
 
-    def sample(self, batch_size: int) -> Batch:
-        """Draw with replacement."""
+    def sample(self, batch_size: int, progress: float = 0.0) -> Batch:
+        """Draw with replacement; `progress` in [0, 1] of the run drives schedules (beta)."""
 
     def update_priorities(
         self, ids: np.ndarray | torch.Tensor, priorities: np.ndarray | torch.Tensor
@@ -192,11 +192,11 @@ class RolloutLearner(Learner, Protocol):
 class ReplayLearner(Learner, Protocol):
     """Learns from what any policy has done."""
 
-    def act(self, obs: np.ndarray, env_steps: int) -> np.ndarray:
-        """Actions for obs [N, ...] with exploration, whose schedule runs over env steps."""
+    def act(self, obs: np.ndarray, progress: float) -> np.ndarray:
+        """Actions for obs [N, ...] with exploration; `progress` in [0, 1] drives its schedule."""
 
     def update(self, batch: Batch) -> torch.Tensor:
         """One optimizer step; returns the new priorities [B] of the batch."""
 
-    def metrics(self, env_steps: int) -> Metrics:
+    def metrics(self, progress: float) -> Metrics:
         """Of the last update; called at the log tick only."""

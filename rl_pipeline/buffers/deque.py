@@ -77,12 +77,12 @@ class DequeBuffer:
         self._items.append((obs, action, reward, discount, next_obs.copy()))
         self._added += 1
 
-    def cut(self) -> None:
-        """The environments were started anew: no window goes on across this."""
-        for window in self._open:
-            window.clear()
+    def cut(self, env_ids: np.ndarray | None = None) -> None:
+        """The next row of these environments (all) does not follow their newest."""
+        for env in range(len(self._open)) if env_ids is None else env_ids.tolist():
+            self._open[env].clear()
 
-    def sample(self, batch_size: int) -> Batch:
+    def sample(self, batch_size: int, progress: float = 0.0) -> Batch:
         """Draw with replacement."""
         places = self._rng.integers(len(self._items), size=batch_size)
         columns = list(zip(*[self._items[i] for i in places.tolist()], strict=True))

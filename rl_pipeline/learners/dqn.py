@@ -27,12 +27,8 @@ class DQN:
         spec: EnvSpec,
         runtime: Runtime,
         phases: Phases | NullPhases,
-        total_steps: int,
     ) -> None:
-        """`total_steps` is what the exploration schedule is a fraction of.
-
-        Raises ValueError for actions that are not Discrete.
-        """
+        """Raise ValueError for actions that are not Discrete."""
         if not isinstance(spec.action, Discrete):
             raise ValueError(
                 f"algo=dqn needs discrete actions, {spec.id} takes {spec.action.shape} real "
@@ -51,7 +47,7 @@ class DQN:
         )
         self._explore = EpsilonGreedy(
             spec.action.num_actions, settings.epsilon_start, settings.epsilon_end,
-            settings.epsilon_fraction * total_steps,
+            settings.epsilon_fraction,
             np.random.default_rng(stream_seed(runtime.seed, "act")),
         )  # fmt: skip
         self._forward = numpy_forward(self._net) if self._device.type == "cpu" else None
@@ -62,9 +58,9 @@ class DQN:
 
     # -- acting ---------------------------------------------------------------------------------
 
-    def act(self, obs: np.ndarray, env_steps: int) -> np.ndarray:
-        """Epsilon-greedy actions [N] for obs [N, ...]."""
-        return self._explore(obs, env_steps, self.act_greedy)
+    def act(self, obs: np.ndarray, progress: float) -> np.ndarray:
+        """Epsilon-greedy actions [N] for obs [N, ...] at `progress` in [0, 1] of the run."""
+        return self._explore(obs, progress, self.act_greedy)
 
     def act_greedy(self, obs: np.ndarray) -> np.ndarray:
         """The actions [N] of highest value: epsilon is 0."""
@@ -90,7 +86,7 @@ class DQN:
     # -- learning -------------------------------------------------------------------------------
 
     def update(self, batch: Batch) -> Tensor:
-        """One optimizer step; returns the new priorities [B], |TD error|, on the device."""
+        """One optimizer step; returns the new priorities [B] on the device."""
         cfg = self._cfg
         terms = self._loss(
             batch.obs, batch.action, batch.reward, batch.discount, batch.next_obs, batch.weight
@@ -128,9 +124,9 @@ class DQN:
             q = self._net(obs)
         return dqn_loss(q.float(), action, target, weight)
 
-    def metrics(self, env_steps: int) -> Metrics:
+    def metrics(self, progress: float) -> Metrics:
         """Of the last update, none before the first; and the exploration now."""
-        metrics: dict[str, Tensor | float] = {"explore/epsilon": self._explore.epsilon(env_steps)}
+        metrics: dict[str, Tensor | float] = {"explore/epsilon": self._explore.epsilon(progress)}
         if self._last is not None:
             terms, norm = self._last
             metrics |= {

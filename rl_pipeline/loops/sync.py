@@ -130,19 +130,21 @@ def run_replay(
     phases: Phases | NullPhases,
     pace: Pace,
     counters: Counters,
+    total_steps: int,
     obs: np.ndarray,
     after_turn: Hook,
 ) -> None:
     """Train on replay until `after_turn` says stop: act, step, store, and learn what is due.
 
-    `obs` [N, ...] is where the environments stand; the hook runs after every turn.
+    `obs` [N, ...] is where the environments stand; the hook runs after every turn; schedules run
+    over `total_steps`.
     """
-    learn = _Learning(buffer, learner, phases, pace, counters)
+    learn = _Learning(buffer, learner, phases, pace, counters, total_steps)
     if isinstance(envs, Lanes):
         return _run_replay_in_lanes(envs, learn, obs, after_turn)
     while True:
         with phases("act"):
-            action = learner.act(obs, counters.env_steps)
+            action = learner.act(obs, learn.progress)
         with phases("env"):
             step = envs.step(action)
         with phases("store"):
@@ -163,12 +165,18 @@ class _Learning:
     phases: Phases | NullPhases
     pace: Pace
     counters: Counters
+    total_steps: int
+
+    @property
+    def progress(self) -> float:
+        """Of the run, in [0, 1]."""
+        return min(self.counters.env_steps / self.total_steps, 1.0)
 
     def __call__(self) -> None:
         """Do the updates that are due."""
         for _ in range(self.pace.due(self.counters.env_steps, self.buffer.size)):
             with self.phases("sample"):
-                batch = self.buffer.sample(self.pace.batch_size)
+                batch = self.buffer.sample(self.pace.batch_size, self.progress)
             with self.phases("learn"):
                 priorities = self.learner.update(batch)
             with self.phases("store"):
@@ -177,11 +185,10 @@ class _Learning:
 
     def metrics(self) -> Metrics:
         """Read at the log tick."""
-        env_steps = self.counters.env_steps
         return {
-            **self.learner.metrics(env_steps),
+            **self.learner.metrics(self.progress),
             "replay/size": float(self.buffer.size),
-            "replay/ratio": self.pace.ratio(env_steps),
+            "replay/ratio": self.pace.ratio(self.counters.env_steps),
         }
 
 
@@ -192,7 +199,7 @@ def _run_replay_in_lanes(envs: Lanes, learn: _Learning, obs: np.ndarray, after_t
     acted: list[np.ndarray] = []
     for i, lane in enumerate(envs.lanes):
         with phases("act"):
-            acted.append(learner.act(seen[i], counters.env_steps))
+            acted.append(learner.act(seen[i], learn.progress))
         with phases("env"):
             lane.send(acted[i])
     while True:
@@ -204,7 +211,7 @@ def _run_replay_in_lanes(envs: Lanes, learn: _Learning, obs: np.ndarray, after_t
             seen[i] = step.obs
             counters.env_steps += int(np.count_nonzero(step.valid))
             with phases("act"):
-                acted[i] = learner.act(seen[i], counters.env_steps)
+                acted[i] = learner.act(seen[i], learn.progress)
             with phases("env"):
                 lane.send(acted[i])
             learn()
