@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -144,14 +145,20 @@ class DQNTerms(NamedTuple):
     q: Tensor  # [B] of the actions taken
 
 
-def dqn_loss(q: Tensor, action: Tensor, target: Tensor, weight: Tensor) -> DQNTerms:
-    """Mean Huber loss (kink at 1) of Q [B, A] at action [B] to target [B], weighted by weight [B].
+def dqn_loss(
+    q: Tensor, action: Tensor, target: Tensor, weight: Tensor, error_clip: float | None
+) -> DQNTerms:
+    """Mean Huber loss of Q [B, A] at action [B] to target [B], weighted by weight [B].
 
-    The kink is Mnih et al.'s clipping of the error term to [-1, 1]; the weights are the importance
-    weights of prioritized replay (Schaul et al. 2016, arXiv:1511.05952), 1 elsewhere.
+    It is quadratic up to `error_clip` (1 is Mnih et al.'s clipping of the error term) and linear
+    beyond; half the squared error without. The weights are the importance weights of prioritized
+    replay (Schaul et al. 2016, arXiv:1511.05952), 1 elsewhere.
     """
     chosen = q.gather(-1, action.unsqueeze(-1)).squeeze(-1)
-    error = torch.nn.functional.huber_loss(chosen, target, reduction="none")
+    if error_clip is None:
+        error = 0.5 * (chosen - target).square()
+    else:
+        error = F.huber_loss(chosen, target, reduction="none", delta=error_clip)
     loss = torch.dot(error, weight) / len(weight)
     chosen = chosen.detach()
     return DQNTerms(loss, (chosen - target).abs() + PRIORITY_EPS, chosen)

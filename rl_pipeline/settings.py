@@ -169,6 +169,9 @@ class DQNSettings(Frozen):
     """Updates (as in the paper, not env steps) between moves of the target network."""
     tau: Annotated[Float, Field(gt=0, le=1)] = 1.0
     """How far the target moves towards the network each time; 1 copies it."""
+    error_clip: PositiveFloat | None = 1.0
+    """Where the Huber loss turns from quadratic to linear; null is half the squared error. With
+    rewards that are not clipped, large errors at ends lose their voice to it and Q can diverge."""
     max_grad_norm: PositiveFloat = 10.0
     epsilon_start: Fraction = 1.0
     epsilon_end: Fraction = 0.05

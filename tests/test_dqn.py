@@ -57,7 +57,7 @@ def test_targets_by_hand():
 def test_huber_and_weights_by_hand():
     q = torch.tensor([[0.0, 5.0], [3.0, 0.0]], requires_grad=True)
     terms = dqn_loss(
-        q, torch.tensor([1, 0]), torch.tensor([4.5, 0.0]), torch.tensor([1.0, 0.5])
+        q, torch.tensor([1, 0]), torch.tensor([4.5, 0.0]), torch.tensor([1.0, 0.5]), 1.0
     )  # fmt: skip
     # Errors 0.5 and 3: 0.5 * 0.25, and 3 - 0.5 at half weight.
     assert terms.loss.item() == pytest.approx((0.125 + 0.5 * 2.5) / 2)
@@ -65,6 +65,13 @@ def test_huber_and_weights_by_hand():
     terms.loss.backward()
     # The gradient of a large error is clipped at 1; actions not taken have none.
     assert torch.allclose(q.grad, torch.tensor([[0.0, 0.25], [0.25, 0.0]]))
+
+
+def test_without_error_clip_the_loss_is_half_the_square():
+    terms = dqn_loss(
+        torch.tensor([[5.0]]), torch.tensor([0]), torch.tensor([2.0]), torch.ones(1), None
+    )
+    assert terms.loss.item() == 4.5
 
 
 @pytest.mark.parametrize("double", [False, True])

@@ -122,7 +122,7 @@ class DQN:
         target = td_target(reward, discount, next_q, next_q_online)
         with self._runtime.autocast():
             q = self._net(obs)
-        return dqn_loss(q.float(), action, target, weight)
+        return dqn_loss(q.float(), action, target, weight, self._cfg.error_clip)
 
     def metrics(self, progress: float) -> Metrics:
         """Of the last update, none before the first; and the exploration now."""
