@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ale_py
+import envpool
+import gymnasium as gym
 import pytest
 from conftest import compose, settings
+from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from rl_pipeline import config
@@ -24,24 +28,65 @@ OPTIONS = [
 
 @pytest.mark.parametrize("override", OPTIONS)
 def test_every_option_composes_to_valid_settings(override):
-    extra = ["env.id=CartPole-v1"] if override == "env=gym" else []
+    group, option = override.split("=")
+    text = (config.CONF / group / f"{option}.yaml").read_text()
+    extra = ["env.id=CartPole-v1"] if "id: ???" in text else []
+    if override == "env=atari":
+        extra += ["env.envpool_id=Pong-v5"]
     if override == "network=nature_cnn":
         extra = ["env=pong"]
     if override == "tracking=server":
         extra = ["tracking.uri=http://127.0.0.1:1"]
-    group, option = override.split("=")
     checked = settings(override, *extra)
     if hasattr(checked, group):
         assert getattr(checked, group).name == option
 
 
-@pytest.mark.parametrize("env", ["cartpole", "acrobot", "pendulum", "halfcheetah", "pong"])
-def test_recipes_apply_and_the_command_line_wins_over_them(env):
-    assert (config.CONF / "recipe" / f"ppo_{env}.yaml").exists()
-    plain = settings(f"env={env}")
+@pytest.mark.parametrize(
+    ("env", "recipe"),
+    [
+        ("cartpole", "ppo_cartpole"),
+        ("lunarlander", "ppo_lunarlander"),
+        ("pong", "ppo_atari"),
+        ("seaquest", "ppo_atari"),
+        ("halfcheetah", "ppo_mujoco"),
+        ("walker2d", "ppo_mujoco"),
+    ],
+)
+def test_recipes_apply_and_the_command_line_wins_over_them(env, recipe):
+    """The task's own where there is one, else its family's, else none."""
+    assert config.recipe_of("ppo", env) == recipe
+    plain, none = settings(f"env={env}"), settings(f"env={env}", "recipe=none")
+    given = OmegaConf.load(config.CONF / "recipe" / f"{recipe}.yaml")
+    for key, value in given.algo.items():
+        assert getattr(plain.algo, key) == value
+    assert plain.algo != none.algo == settings("env=gym", "env.id=CartPole-v1").algo
     assert settings(f"env={env}", "algo.gamma=0.5").algo.gamma == 0.5
-    assert plain.algo.gamma != 0.5
-    assert plain.algo != settings("env=gym", "env.id=CartPole-v1").algo
+    other = settings(f"env={env}", "recipe=ppo_pendulum")
+    assert other.algo == settings("env=pendulum").algo
+
+
+def test_the_57_games_and_the_mujoco_tasks_go_by_name():
+    tasks = [settings(f"env={file.stem}").env for file in (config.CONF / "env").glob("*.yaml")
+             if "id: ???" not in file.read_text()]  # fmt: skip
+    games = [task for task in tasks if task.kind == "atari"]
+    assert len(games) == 57
+    for game in games:
+        words = "".join(word.capitalize() for word in game.name.split("_"))
+        assert (game.id, game.envpool_id) == (f"ALE/{words}-v5", f"{words}-v5")
+    assert sum(task.kind == "mujoco" for task in tasks) == 11
+    gym.register_envs(ale_py)
+    assert {task.id for task in tasks} <= gym.registry.keys()
+    assert {task.envpool_id for task in tasks} <= set(envpool.list_all_envs())
+
+
+def test_a_recipe_of_ones_own_wins_over_the_family_s(tmp_path, monkeypatch):
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "ppo_pong.yaml").write_text("# @package _global_\n")
+    monkeypatch.chdir(tmp_path)
+    assert config.recipe_of("ppo", "pong") == "ppo_pong"
+    assert config.recipe_of("ppo", "breakout") == "ppo_atari"
+    assert config.recipe_of("ppo", "mine") == "ppo_mine"
 
 
 def test_an_environment_chooses_network_and_backend_and_the_command_line_wins():
