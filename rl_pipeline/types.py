@@ -96,6 +96,24 @@ class Batch(NamedTuple):
     meanwhile is recognised and dropped."""
 
 
+class SequenceBatch(NamedTuple):
+    """B sequences of L rows drawn from replay, time-major, for recurrent learners.
+
+    A sequence stays within its episode: from the row after an end, `mask` is 0 and all else 0.
+    """
+
+    obs: torch.Tensor  # [L + 1, B, *obs_shape]; obs[t + 1] is where row t led
+    action: torch.Tensor  # [L, B, *action_shape], int64 or float32
+    reward: torch.Tensor  # [L, B] float32
+    discount: torch.Tensor  # [L, B] float32: gamma, or 0 where the episode terminated
+    mask: torch.Tensor  # [L, B] float32: 1 on rows of the sequence; belongs into the loss
+    state: dict[str, torch.Tensor]  # [B, ...] each: recurrent state stored with the first row
+    burn_in: int
+    """The first rows warm up the state and are not learnt from."""
+    weight: torch.Tensor  # [B] float32 importance weights
+    ids: np.ndarray | torch.Tensor  # [B] int64, of the first rows
+
+
 class VecEnv(Protocol):
     """N environments stepped together."""
 

@@ -1,0 +1,453 @@
+"""The inner loops of replay, compiled by numba once and cached on disk; no GIL while they run.
+
+Words used here: row `k` of environment `e` counts that environment's rows since the run began; it
+lives in slot `(k % T) * N + e` of a ring of T rows x N environments; its id is `k * N + e`. Ids
+are never used twice, so a late priority finds out by itself that its transition is gone.
+
+`meta[slot]` is one small record of 32-bit words: reward, flags and history, action. `history` is
+how many earlier rows the frame stack of a row reaches back to (0: filled with its own frame).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from rl_pipeline.buffers.layout import FANOUT
+
+VALID, TERMINATED, TRUNCATED, DRAWABLE = 1, 2, 4, 8
+"""Flags of a row; DRAWABLE: valid, its successor is here, and so is all that its stack reaches."""
+REWARD, FLAGS, HISTORY, ACTION = 0, 1, 2, 3
+"""Words of a row's record."""
+
+BAD_ENV, BAD_START, BAD_STACK = -1, -2, -3
+"""What `append` refuses: an id out of range, a valid row right after an end, a broken stack."""
+
+compiled = njit(nogil=True, cache=True, error_model="numpy")
+
+
+# -- random numbers ------------------------------------------------------------------------------
+
+
+@compiled
+def _uniform(rng):
+    """Next number in [0, 1) of splitmix64 (Steele et al. 2014), 53 bits."""
+    rng[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = rng[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return np.float64(z >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+# -- the sum tree --------------------------------------------------------------------------------
+# Level 0 is the leaves; `starts[i]` is where level i begins in `tree`; the last level is the root.
+# A parent is always summed anew from its children: sums do not drift, whatever the history.
+
+
+@compiled
+def tree_refresh(tree, starts, leaves, count):
+    """Sum the ancestors of `leaves[:count]` anew, level by level; overwrites `leaves`."""
+    for level in range(1, starts.shape[0]):
+        kept, last = 0, -1
+        below = starts[level - 1]
+        for i in range(count):
+            parent = leaves[i] // FANOUT
+            if parent == last:
+                continue
+            last = parent
+            leaves[kept] = parent
+            kept += 1
+            first = below + parent * FANOUT
+            total = 0.0
+            for c in range(FANOUT):
+                total += tree[first + c]
+            tree[starts[level] + parent] = total
+        count = kept
+
+
+@compiled
+def tree_find(tree, starts, values, nodes):
+    """For each of `values` the leaf whose share of [0, root) holds it, into `nodes`.
+
+    Rounding, or a value at or beyond the root, ends in the last leaf with mass: never in one
+    without. Level by level, so that the cache misses of all values overlap. Overwrites `values`.
+    """
+    for b in range(nodes.shape[0]):
+        nodes[b] = 0
+    for level in range(starts.shape[0] - 2, -1, -1):
+        for b in range(nodes.shape[0]):
+            first = starts[level] + nodes[b] * FANOUT
+            value, upto, below, child = values[b], 0.0, 0.0, 0
+            for c in range(FANOUT - 1):  # without branches: which way is a coin toss
+                upto += tree[first + c]
+                beyond = value >= upto
+                child += beyond
+                below = upto if beyond else below
+            value -= below
+            if tree[first + child] <= 0.0:
+                while tree[first + child] <= 0.0:
+                    child -= 1
+                value = tree[first + child]
+            values[b] = value
+            nodes[b] = nodes[b] * FANOUT + child
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+@compiled
+def _same_frames(a, a_first, b, b_first, count):
+    """Whether `count` words of two rows agree."""
+    for w in range(count):
+        if a[a_first + w] != b[b_first + w]:
+            return False
+    return True
+
+
+@compiled
+def _filled(stack, frame, depth):
+    """Whether all frames of a stack are its newest."""
+    for i in range(depth - 1):
+        if not _same_frames(stack, i * frame, stack, (depth - 1) * frame, frame):
+            return False
+    return True
+
+
+@compiled
+def _mark(e, k, head, T, N, stride, meta, size, changed, num):
+    """Row `k` becomes drawable, if its stack is still whole with `head` rows written."""
+    slot = (k % T) * N + e
+    flags = meta[slot, FLAGS]
+    if not flags & VALID or flags & DRAWABLE or k % stride:
+        return num
+    if k - np.int64(meta[slot, HISTORY]) < head - T:
+        return num
+    meta[slot, FLAGS] = flags | np.uint32(DRAWABLE)
+    size[0] += 1
+    changed[num] = slot
+    return num + 1
+
+
+@compiled
+def _complete(e, k, T, N, span, stride, meta, size, changed, num):
+    """Row `k` was written (or made a reset row): which rows before it are complete now?"""
+    if meta[(k % T) * N + e, FLAGS] & VALID:
+        if k >= span:
+            num = _mark(e, k - span, k + 1, T, N, stride, meta, size, changed, num)
+        return num
+    for j in range(1, min(span, k) + 1):
+        r = k - j
+        if not meta[(r % T) * N + e, FLAGS] & VALID:
+            break
+        num = _mark(e, r, k + 1, T, N, stride, meta, size, changed, num)
+    return num
+
+
+@compiled
+def _free(e, k, T, N, depth, meta, size, changed, num):
+    """Row `k` takes the slot of row `k - T`: that row, and those whose stack reaches it, go."""
+    for j in range(min(depth, T)):
+        r = k - T + j
+        if r < 0 or r >= k:
+            continue
+        slot = (r % T) * N + e
+        if meta[slot, FLAGS] & DRAWABLE and np.int64(meta[slot, HISTORY]) >= j:
+            meta[slot, FLAGS] -= np.uint32(DRAWABLE)
+            size[0] -= 1
+            changed[num] = slot
+            num += 1
+    return num
+
+
+@compiled
+def append(
+    obs, action, reward, terminated, truncated, valid, env_ids,  # a block [L, n, ...]
+    T, depth, span, stride, keep_frames,
+    frames, meta, meta_f, counts, broken, last, size,  # the ring
+    changed, written, rows, which,  # out: slots whose DRAWABLE changed; slots written, from where
+):  # fmt: skip
+    """Write a block; returns (changed, written) or (error, environment).
+
+    Slot `written[i]` took frame `which[i]` of the stack of row `rows[i]` of the block.
+
+    obs [L, n, depth * W] and frames [T * N, W] are words. A stack that can go on from the rows
+    before it costs one frame; at the begin of a stream whose first stack is neither that nor
+    filled, its older frames are stored first as rows that only carry them.
+    """
+    N = counts.shape[0]
+    W = obs.shape[2] // depth
+    older = (depth - 1) * W
+    num_changed, num_written = 0, 0
+    for t in range(obs.shape[0]):
+        for i in range(obs.shape[1]):
+            e = np.int64(env_ids[i])
+            if e < 0 or e >= N:
+                return BAD_ENV, e
+            k = counts[e]
+            before = ((k - 1) % T) * N + e
+            begins = broken[e] != 0
+            follows_reset = not begins and not meta[before, FLAGS] & VALID
+            if not begins and valid[t, i] and meta[before, FLAGS] & (TERMINATED | TRUNCATED):
+                return BAD_START, e
+            history, pads = np.int64(0), 0
+            if depth > 1:
+                stack = obs[t, i]
+                known = np.int64(0) if begins else np.int64(meta[before, HISTORY])
+                if begins or follows_reset or known < depth - 1:
+                    goes_on = not begins and _same_frames(stack, 0, last[e], W, older)
+                    if (begins or follows_reset) and _filled(stack, W, depth):
+                        history = 0
+                    elif goes_on:
+                        history = min(known + 1, depth - 1)
+                    elif begins:
+                        pads, history = depth - 1, depth - 1
+                    else:
+                        return BAD_STACK, e
+                else:
+                    history = depth - 1
+            for p in range(pads + 1):
+                num_changed = _free(e, k, T, N, depth, meta, size, changed, num_changed)
+                slot = (k % T) * N + e
+                frame = depth - 1 - (pads - p)
+                if keep_frames:
+                    for w in range(W):
+                        frames[slot, w] = obs[t, i, frame * W + w]
+                real = p == pads
+                flags = np.uint32(0)
+                if real:
+                    if valid[t, i]:
+                        flags |= np.uint32(VALID)
+                    if terminated[t, i]:
+                        flags |= np.uint32(TERMINATED)
+                    if truncated[t, i]:
+                        flags |= np.uint32(TRUNCATED)
+                meta_f[slot, REWARD] = reward[t, i] if real else np.float32(0)
+                meta[slot, FLAGS] = flags
+                meta[slot, HISTORY] = np.uint32(history) if real else np.uint32(p)
+                for w in range(action.shape[2]):
+                    meta[slot, ACTION + w] = action[t, i, w] if real else np.uint32(0)
+                num_changed = _complete(e, k, T, N, span, stride, meta, size, changed, num_changed)
+                written[num_written] = slot
+                rows[num_written] = t * obs.shape[1] + i
+                which[num_written] = frame
+                num_written += 1
+                k += 1
+            counts[e] = k
+            broken[e] = 0
+            # Only where the next row will be compared with this one.
+            if depth > 1 and (not valid[t, i] or history < depth - 1):
+                for w in range(depth * W):
+                    last[e, w] = obs[t, i, w]
+    return num_changed, num_written
+
+
+@compiled
+def cut(env_ids, T, span, stride, meta, counts, broken, size, changed, written):
+    """The next row of these environments does not follow their newest, which loses its outcome.
+
+    Returns (changed, written) as `append`.
+    """
+    N = counts.shape[0]
+    num_changed, num_written = 0, 0
+    for e in env_ids:
+        if broken[e]:
+            continue
+        broken[e] = 1
+        k = counts[e] - 1
+        slot = (k % T) * N + e
+        meta[slot, FLAGS] = np.uint32(0)
+        num_changed = _complete(e, k, T, N, span, stride, meta, size, changed, num_changed)
+        written[num_written] = slot
+        num_written += 1
+    return num_changed, num_written
+
+
+@compiled
+def weigh(written, rows, num_written, given, usual, changed, num_changed, meta, mass, tree,
+          starts):  # fmt: skip
+    """Give new rows their mass, and the tree that of the rows that can be drawn.
+
+    `given` [L * n] or empty: then all get the `usual` one. Slot
+    `written[i]` came from row `rows[i]` of the block. Overwrites `changed`.
+    """
+    for i in range(num_written):
+        mass[written[i]] = given[rows[i]] if given.shape[0] else usual
+    for i in range(num_changed):
+        slot = changed[i]
+        tree[slot] = mass[slot] if meta[slot, FLAGS] & DRAWABLE else 0.0
+    tree_refresh(tree, starts, changed, num_changed)
+
+
+# -- drawing -------------------------------------------------------------------------------------
+
+
+@compiled
+def _identify(slots, num_rows, n_step, meta, counts, ids, ends, spans):
+    """Ids of the rows in `slots`, and where their n-step windows end.
+
+    A window stops at an end, at the newest row and before a row that only resets: the slot that it
+    bootstraps from goes to `ends`, its length to `spans`.
+    """
+    N = counts.shape[0]
+    for b in range(slots.shape[0]):
+        slot = slots[b]
+        t = slot // N
+        e = slot - t * N
+        newest = counts[e] - 1
+        # The row in slot t: its number is t modulo T, and at most T - 1 behind the newest.
+        k = newest - newest % num_rows + t
+        if k > newest:
+            k -= num_rows
+        span, most, end = 1, min(n_step, newest - k), slot + N
+        if end >= meta.shape[0]:
+            end -= meta.shape[0]
+        while span < most and meta[end, FLAGS] & VALID:
+            span += 1
+            end += N
+            if end >= meta.shape[0]:
+                end -= meta.shape[0]
+        ids[b], ends[b], spans[b] = k * N + e, end, span
+
+
+@compiled
+def draw_uniform(rng, num_rows, n_step, meta, counts, ids, slots, ends, spans):
+    """Draw drawable rows, each equally likely, with replacement.
+
+    By rejection over the least power of two of slots that holds all rows written: while the ring
+    fills, most draws do not notice that it has grown (the prefetched batch then stays right).
+    """
+    rows = np.int64(0)
+    for e in range(counts.shape[0]):
+        rows = max(rows, min(counts[e], num_rows))
+    used = rows * counts.shape[0]
+    bound = np.int64(1)
+    while bound < used:
+        bound *= 2
+    for b in range(ids.shape[0]):
+        slot = np.int64(_uniform(rng) * bound)
+        while slot >= used or not meta[slot, FLAGS] & DRAWABLE:
+            slot = np.int64(_uniform(rng) * bound)
+        slots[b] = slot
+    _identify(slots, num_rows, n_step, meta, counts, ids, ends, spans)
+
+
+@compiled
+def draw_prioritized(
+    rng, num_rows, n_step, meta, counts, tree, starts, ids, slots, ends, spans, mass
+):
+    """Draw rows in proportion to their mass, one from each of B equal parts of the sum."""
+    size = ids.shape[0]
+    part = tree[starts[starts.shape[0] - 1]] / size
+    for b in range(size):
+        mass[b] = (b + _uniform(rng)) * part
+    tree_find(tree, starts, mass, slots)
+    for b in range(size):
+        mass[b] = tree[slots[b]]
+    _identify(slots, num_rows, n_step, meta, counts, ids, ends, spans)
+
+
+@compiled
+def set_masses(ids, new, num_rows, meta, counts, mass, tree, starts, slots):
+    """Set the mass of the rows that still exist; of equal ids the largest counts.
+
+    Returns how many of `ids` still existed.
+    """
+    N = counts.shape[0]
+    alive = 0
+    for b in range(ids.shape[0]):
+        k = ids[b] // N
+        e = ids[b] - k * N
+        if ids[b] < 0 or k < counts[e] - num_rows or k >= counts[e]:
+            continue
+        slot = (k % num_rows) * N + e
+        if not meta[slot, FLAGS] & DRAWABLE:
+            continue
+        tree[slot] = 0.0
+        slots[alive] = slot
+        new[alive] = new[b]
+        alive += 1
+    for i in range(alive):
+        slot = slots[i]
+        tree[slot] = max(tree[slot], new[i])
+        mass[slot] = tree[slot]
+    tree_refresh(tree, starts, slots, alive)
+    return alive
+
+
+# -- gathering -----------------------------------------------------------------------------------
+
+
+@compiled
+def _copy_stack(slot, N, depth, frames, meta, out, b):
+    """The observation in `slot` into `out[b]`, its frame stack rebuilt."""
+    width = frames.shape[1]
+    history = np.int64(meta[slot, HISTORY]) if depth > 1 else 0
+    for i in range(depth):
+        source = slot - min(depth - 1 - i, history) * N
+        if source < 0:
+            source += frames.shape[0]
+        for w in range(width):
+            out[b, i * width + w] = frames[source, w]
+
+
+@compiled
+def gather(
+    slots, ends, spans, N, depth, gamma, frames, meta, meta_f,
+    obs, next_obs, action, reward, discount,
+):  # fmt: skip
+    """Copy the drawn transitions out: obs and next_obs [B, depth * W], action [B, A] as words."""
+    touched = frames.dtype.type(0)
+    for begin in range(0, slots.shape[0], 64):
+        chunk = range(begin, min(begin + 64, slots.shape[0]))
+        if depth == 1:
+            # Ask for the chunk's cache lines first: their misses overlap.
+            for b in chunk:
+                touched ^= frames[slots[b], 0] ^ frames[slots[b], -1]
+                touched ^= frames[ends[b], 0] ^ frames[ends[b], -1]
+        for b in chunk:
+            slot = slots[b]
+            _copy_stack(slot, N, depth, frames, meta, obs, b)
+            _copy_stack(ends[b], N, depth, frames, meta, next_obs, b)
+            for w in range(action.shape[1]):
+                action[b, w] = meta[slot, ACTION + w]
+            total, factor = 0.0, 1.0
+            for _ in range(spans[b]):
+                total += factor * meta_f[slot, REWARD]
+                factor *= gamma
+                terminated = meta[slot, FLAGS] & TERMINATED
+                slot += N
+                if slot >= meta.shape[0]:
+                    slot -= meta.shape[0]
+            reward[b] = total
+            discount[b] = 0.0 if terminated else factor
+    return touched
+
+
+@compiled
+def gather_sequences(
+    slots, N, depth, gamma, frames, meta, meta_f, obs, action, reward, discount, mask
+):
+    """Copy sequences out, time-major: obs [L + 1, B, ...], the rest [L, B]; zeros after an end."""
+    for b in range(slots.shape[0]):
+        slot, alive = slots[b], True
+        _copy_stack(slot, N, depth, frames, meta, obs[0], b)
+        for t in range(mask.shape[0]):
+            flags = meta[slot, FLAGS]
+            following = slot + N
+            if following >= meta.shape[0]:
+                following -= meta.shape[0]
+            alive = alive and (flags & VALID) != 0
+            mask[t, b] = 1.0 if alive else 0.0
+            if alive:
+                _copy_stack(following, N, depth, frames, meta, obs[t + 1], b)
+                for w in range(action.shape[2]):
+                    action[t, b, w] = meta[slot, ACTION + w]
+                reward[t, b] = meta_f[slot, REWARD]
+                discount[t, b] = 0.0 if flags & TERMINATED else gamma
+                alive = not flags & (TERMINATED | TRUNCATED)
+            else:
+                obs[t + 1, b, :] = 0
+                action[t, b, :] = 0
+                reward[t, b] = discount[t, b] = 0.0
+            slot = following

@@ -1,0 +1,161 @@
+"""How replay is laid out, what that costs, and whether it fits. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rl_pipeline.types import Continuous, EnvSpec
+
+FANOUT = 8
+"""Children of a node of the sum tree: the eight doubles of one cache line."""
+META_WORDS = 3
+"""32-bit words of a row besides its action: reward, flags, history."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A ring of `rows` x `num_envs` rows, each observation stored once in its own dtype."""
+
+    num_envs: int
+    rows: int
+    """Rows per environment."""
+    depth: int
+    """Frames in an observation's stack; 1 where observations are stored whole."""
+    frame_bytes: int
+    """Bytes of what one row stores: an observation, or its newest frame."""
+    action_words: int
+    """32-bit words of an action."""
+    prioritized: bool
+    state_bytes: int
+    """Recurrent state stored with a row that begins a sequence."""
+    stride: int
+    """Rows between the begins of sequences; 1 for transitions."""
+
+    @property
+    def capacity(self) -> int:
+        """Rows in all."""
+        return self.rows * self.num_envs
+
+    @property
+    def frames_bytes(self) -> int:
+        """Bytes of all observations: what `buffer=memmap` keeps on disk."""
+        return self.capacity * self.frame_bytes
+
+    @property
+    def small_bytes(self) -> int:
+        """Bytes of everything else."""
+        small = self.capacity * 4 * (META_WORDS + self.action_words)
+        small += self.rows // self.stride * self.num_envs * self.state_bytes
+        small += self.num_envs * (9 + self.depth * self.frame_bytes * (self.depth > 1))
+        if self.prioritized:
+            small += 8 * (self.capacity + int(tree_starts(self.capacity)[-1]) + FANOUT)
+        return small
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage."""
+        return self.frames_bytes + self.small_bytes
+
+
+def tree_starts(leaves: int) -> np.ndarray:
+    """Where each level of the sum tree begins, leaves first; levels are padded to whole nodes."""
+    starts = [0]
+    while leaves > 1:
+        starts.append(starts[-1] + math.ceil(leaves / FANOUT) * FANOUT)
+        leaves = math.ceil(leaves / FANOUT)
+    return np.array(starts, np.int64)
+
+
+def plan(
+    spec: EnvSpec,
+    capacity: int,
+    *,
+    frame_stack: int = 1,
+    prioritized: bool = False,
+    span: int = 1,
+    stride: int = 1,
+    state_bytes: int = 0,
+) -> Layout:
+    """The layout of `capacity` rows; `span` is how many rows a draw must find after its first.
+
+    Raises ValueError where the first axis of an observation is not a stack of `frame_stack`
+    frames, or where a draw would not fit into the rows of one environment.
+    """
+    depth = frame_stack
+    if depth > 1 and (len(spec.obs_shape) < 2 or spec.obs_shape[0] != depth):
+        raise ValueError(
+            f"env.atari.frame_stack={depth} does not fit observations {spec.obs_shape} of "
+            f"{spec.id}: their first axis must be the stack"
+        )
+    rows = capacity // spec.num_envs // stride * stride
+    least = (span // stride + 1) * stride + depth
+    if rows < least:
+        raise ValueError(
+            f"buffer.capacity={capacity} leaves {rows} rows for each of backend.num_envs="
+            f"{spec.num_envs} environments; it needs at least {least * spec.num_envs}"
+        )
+    box = spec.action if isinstance(spec.action, Continuous) else None
+    return Layout(
+        num_envs=spec.num_envs,
+        rows=rows,
+        depth=depth,
+        frame_bytes=math.prod(spec.obs_shape) * spec.obs_dtype.itemsize // depth,
+        action_words=math.prod(box.shape) if box else 2,  # discrete actions are int64
+        prioritized=prioritized,
+        state_bytes=state_bytes,
+        stride=stride,
+    )
+
+
+def refuse_if_too_large(layout: Layout, available: int, where: str, disk: bool = False) -> None:
+    """Raise ValueError with what is needed, what there is, and the largest capacity that fits.
+
+    `available` bytes `where` ("of memory", ...); with `disk` only the observations count.
+    """
+    needed = layout.frames_bytes if disk else layout.nbytes
+    if needed <= available:
+        return
+    fits = int(available / (needed / layout.capacity) * 0.99) // layout.num_envs * layout.num_envs
+    raise ValueError(
+        f"buffer.capacity={layout.capacity} needs {_gb(needed)} {where}, {_gb(available)} are "
+        f"available; the largest capacity that fits is {fits}"
+        + ("" if disk else ", or use buffer=memmap, which keeps observations on disk")
+    )
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e7 else f"{count:,} bytes"
+
+
+def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes this process may still use: of the machine, and of its cgroup (v2 or v1).
+
+    What the kernel can drop (inactive file pages) counts as available.
+    """
+    import psutil
+
+    available = psutil.virtual_memory().available
+    files = (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    )
+    for limit, usage, droppable in files:
+        path = cgroup / limit
+        if path.exists() and (text := path.read_text().strip()) != "max":
+            stat = (path.parent / "memory.stat").read_text().split()
+            inactive = int(stat[stat.index(droppable) + 1]) if droppable in stat else 0
+            left = int(text) - int((cgroup / usage).read_text()) + inactive
+            available = min(available, max(left, 0))
+    return available
+
+
+def available_disk(folder: Path) -> int:
+    """Bytes free where `folder` is or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
