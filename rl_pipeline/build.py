@@ -106,8 +106,9 @@ def make_training(
 
             def off_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
                 sync.run_replay(
-                    envs, buffer, dqn, phases, pace, counters, settings.total_steps, obs, hook
-                )
+                    envs, buffer, dqn, phases, pace, counters, settings.total_steps,
+                    settings.buffer.name == "prioritized", obs, hook,
+                )  # fmt: skip
 
             replay = Replay(buffer, pace, settings.buffer.save)
             return Training(dqn, off_policy, replay, buffer.nbytes)
@@ -125,6 +126,18 @@ def make_replay(
             from rl_pipeline.buffers.deque import DequeBuffer
 
             return DequeBuffer(spec, capacity, algo.n_step, algo.gamma, seed, runtime.device)
+        case "uniform" | "prioritized":
+            from rl_pipeline.buffers.replay import Priorities, Replay
+
+            alpha, beta = settings.buffer.alpha, settings.buffer.beta
+            priorities = None
+            if alpha is not None and beta is not None:
+                priorities = Priorities(alpha, beta)
+            atari = settings.env.atari
+            return Replay(
+                spec, capacity, n_step=algo.n_step, gamma=algo.gamma, seed=seed,
+                frame_stack=atari.frame_stack if atari else 1, priorities=priorities,
+            )  # fmt: skip
     raise NotImplementedError(settings.buffer.name)
 
 

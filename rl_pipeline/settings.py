@@ -158,6 +158,8 @@ class DQNSettings(Frozen):
     replay_ratio: PositiveFloat = 8.0
     """Transitions drawn per env step: updates x batch_size / env steps, held at every turn."""
     learning_rate: PositiveFloat = 1e-4
+    anneal_lr: bool = False
+    """Linearly to 0 over `total_steps`."""
     adam_eps: PositiveFloat = 1e-8
     gamma: Fraction = 0.99
     n_step: PositiveInt = 1

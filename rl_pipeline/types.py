@@ -147,8 +147,9 @@ class VecEnv(Protocol):
 class ReplayBuffer(Protocol):
     """Transitions of many past policies, drawn at random."""
 
-    nbytes: int
-    """Bytes of storage."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage."""
 
     @property
     def size(self) -> int:
@@ -213,7 +214,7 @@ class ReplayLearner(Learner, Protocol):
     def act(self, obs: np.ndarray, progress: float) -> np.ndarray:
         """Actions for obs [N, ...] with exploration; `progress` in [0, 1] drives its schedule."""
 
-    def update(self, batch: Batch) -> torch.Tensor:
+    def update(self, batch: Batch, progress: float) -> torch.Tensor:
         """One optimizer step; returns the new priorities [B] of the batch."""
 
     def metrics(self, progress: float) -> Metrics:

@@ -95,7 +95,7 @@ def test_an_update_equals_a_textbook_one(double):
         (huber * b.weight).mean().backward()
         torch.nn.utils.clip_grad_norm_(online.parameters(), 0.5)
         adam.step()
-        priorities = dqn.update(b)
+        priorities = dqn.update(b, 0.0)
         assert torch.allclose(priorities, error.detach().abs() + PRIORITY_EPS, atol=1e-5)
         if i % 3 == 2:
             target.load_state_dict(online.state_dict())
@@ -106,16 +106,26 @@ def test_an_update_equals_a_textbook_one(double):
     assert (theirs - start).norm() > 0.1
 
 
+def test_the_learning_rate_anneals_where_asked():
+    plain, annealed = learner(), learner(anneal_lr=True)
+    start = plain.params.values.clone()
+    for dqn in (plain, annealed):
+        dqn.update(batch(), 0.75)
+    moved = [dqn.params.values - start for dqn in (plain, annealed)]
+    assert torch.allclose(moved[1], moved[0] / 4, atol=1e-7)
+    assert annealed.metrics(0.75)["loss/learning_rate"] == 0.25e-4
+
+
 def test_the_target_is_copied_on_time_or_follows_slowly():
     dqn = learner(target_every=2)
     before = dqn.target.values.clone()
-    dqn.update(batch(0))
+    dqn.update(batch(0), 0.0)
     assert torch.equal(dqn.target.values, before)
     assert not torch.equal(dqn.params.values, before)
-    dqn.update(batch(1))
+    dqn.update(batch(1), 0.0)
     assert torch.equal(dqn.target.values, dqn.params.values)
     slow = learner(target_every=1, tau=0.25)
-    slow.update(batch(0))
+    slow.update(batch(0), 0.0)
     assert torch.allclose(slow.target.values, before + 0.25 * (slow.params.values - before))
 
 
@@ -131,7 +141,7 @@ def test_numpy_acts_on_the_weights_of_now_and_equals_torch(activation):
         with torch.no_grad():
             expected = dqn._net(torch.from_numpy(obs)).numpy()
         np.testing.assert_allclose(dqn._forward(obs), expected, rtol=1e-4, atol=1e-5)
-        dqn.update(batch(i))
+        dqn.update(batch(i), 0.0)
     assert (dqn.act_greedy(obs) == dqn._forward(obs).argmax(1)).all()
     assert (dqn._act_on_device(obs) == dqn.act_greedy(obs)).mean() > 0.9
 
@@ -181,7 +191,7 @@ def test_real_actions_are_refused_by_name():
 def test_metrics_are_tensors_until_read():
     dqn = learner()
     assert dqn.metrics(0.0) == {"explore/epsilon": 1.0}
-    dqn.update(batch())
+    dqn.update(batch(), 0.0)
     metrics = dqn.metrics(1.0)
     assert isinstance(metrics["loss/total"], torch.Tensor)
     assert {"loss/q", "loss/td_error", "loss/grad_norm"} <= metrics.keys()
@@ -192,12 +202,12 @@ def test_state_continues_exactly():
     first, second = learner(target_every=3), learner(target_every=3)
     obs = np.zeros((2, 3), np.float32)
     for i in range(4):
-        first.update(batch(i))
+        first.update(batch(i), 0.0)
         first.act(obs, 0.0)
     second.load_state_dict(first.state_dict())
     for i in range(4, 8):
-        first.update(batch(i))
-        second.update(batch(i))
+        first.update(batch(i), 0.0)
+        second.update(batch(i), 0.0)
         assert (first.act(obs, 0.2) == second.act(obs, 0.2)).all()
     assert torch.equal(first.params.values, second.params.values)
     assert torch.equal(first.target.values, second.target.values)

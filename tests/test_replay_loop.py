@@ -102,7 +102,7 @@ class Learner:
         self.progress.append(progress)
         return obs[:, 0].astype(np.int64)
 
-    def update(self, batch):
+    def update(self, batch, progress):
         self.batches.append(batch)
         return batch.reward.abs() + 1
 
@@ -128,7 +128,7 @@ def run(envs, steps: int = 60):
         turns.append((counters.env_steps, counters.updates, dict(metrics())))
         return counters.env_steps >= steps
 
-    sync.run_replay(envs, buffer, learner, phases, pace, counters, steps, envs.reset(), hook)
+    sync.run_replay(envs, buffer, learner, phases, pace, counters, steps, True, envs.reset(), hook)
     return buffer, learner, counters, phases, turns
 
 
@@ -170,7 +170,7 @@ def test_without_a_profile_the_loop_runs_the_same():
     buffer = DequeBuffer(envs.spec, 1000, 1, 0.5, 0, torch.device("cpu"))
     counters = Counters()
     sync.run_replay(
-        envs, buffer, Learner(), NullPhases(), Pace(4, 2.0, 10), counters, 60, envs.reset(),
+        envs, buffer, Learner(), NullPhases(), Pace(4, 2.0, 10), counters, 60, False, envs.reset(),
         lambda obs, metrics: counters.env_steps >= 60,
     )  # fmt: skip
     assert counters.updates == 25

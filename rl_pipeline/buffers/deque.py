@@ -102,8 +102,8 @@ class DequeBuffer:
         )
 
     def update_priorities(self, ids: np.ndarray | Tensor, priorities: np.ndarray | Tensor) -> int:
-        """Nothing: all transitions are equally likely."""
-        return 0
+        """Raise ValueError: all transitions are equally likely."""
+        raise ValueError("priorities have no effect on buffer=deque")
 
     def state_dict(self) -> dict[str, Any]:
         """Contents, open windows and random state."""

@@ -52,7 +52,7 @@ class DQN:
         )  # fmt: skip
         self._forward = numpy_forward(self._net) if self._device.type == "cpu" else None
         self._updates = 0
-        self._last: tuple[DQNTerms, Tensor] | None = None
+        self._last: tuple[DQNTerms, Tensor, float] | None = None
         self._q = runtime.compile(self._q_eager)
         self._loss = runtime.compile(self._loss_eager)
 
@@ -85,19 +85,23 @@ class DQN:
 
     # -- learning -------------------------------------------------------------------------------
 
-    def update(self, batch: Batch) -> Tensor:
-        """One optimizer step; returns the new priorities [B] on the device."""
+    def update(self, batch: Batch, progress: float) -> Tensor:
+        """One optimizer step; returns the new priorities [B] on the device.
+
+        `progress` in [0, 1] of the run anneals the learning rate.
+        """
         cfg = self._cfg
+        rate = cfg.learning_rate * (1 - progress if cfg.anneal_lr else 1.0)
         terms = self._loss(
             batch.obs, batch.action, batch.reward, batch.discount, batch.next_obs, batch.weight
         )
         terms.loss.backward()
-        norm = self._optimizer.step(cfg.learning_rate)
+        norm = self._optimizer.step(rate)
         self._updates += 1
         if self._updates % cfg.target_every == 0:
             self._move_target()
         # Nothing is read back until the log tick.
-        self._last = terms._replace(loss=terms.loss.detach()), norm
+        self._last = terms._replace(loss=terms.loss.detach()), norm, rate
         return terms.priority
 
     @torch.no_grad()
@@ -128,13 +132,13 @@ class DQN:
         """Of the last update, none before the first; and the exploration now."""
         metrics: dict[str, Tensor | float] = {"explore/epsilon": self._explore.epsilon(progress)}
         if self._last is not None:
-            terms, norm = self._last
+            terms, norm, rate = self._last
             metrics |= {
                 "loss/total": terms.loss,
                 "loss/q": terms.q.mean(),
                 "loss/td_error": terms.priority.mean(),
                 "loss/grad_norm": norm,
-                "loss/learning_rate": self._cfg.learning_rate,
+                "loss/learning_rate": rate,
             }
         return metrics
 

@@ -131,15 +131,16 @@ def run_replay(
     pace: Pace,
     counters: Counters,
     total_steps: int,
+    prioritized: bool,
     obs: np.ndarray,
     after_turn: Hook,
 ) -> None:
     """Train on replay until `after_turn` says stop: act, step, store, and learn what is due.
 
     `obs` [N, ...] is where the environments stand; the hook runs after every turn; schedules run
-    over `total_steps`.
+    over `total_steps`. A `prioritized` buffer is given the new priorities of what it drew.
     """
-    learn = _Learning(buffer, learner, phases, pace, counters, total_steps)
+    learn = _Learning(buffer, learner, phases, pace, counters, total_steps, prioritized)
     if isinstance(envs, Lanes):
         return _run_replay_in_lanes(envs, learn, obs, after_turn)
     while True:
@@ -166,6 +167,7 @@ class _Learning:
     pace: Pace
     counters: Counters
     total_steps: int
+    prioritized: bool
 
     @property
     def progress(self) -> float:
@@ -174,13 +176,15 @@ class _Learning:
 
     def __call__(self) -> None:
         """Do the updates that are due."""
+        progress = self.progress
         for _ in range(self.pace.due(self.counters.env_steps, self.buffer.size)):
             with self.phases("sample"):
-                batch = self.buffer.sample(self.pace.batch_size, self.progress)
+                batch = self.buffer.sample(self.pace.batch_size, progress)
             with self.phases("learn"):
-                priorities = self.learner.update(batch)
-            with self.phases("store"):
-                self.buffer.update_priorities(batch.ids, priorities)
+                priorities = self.learner.update(batch, progress)
+            if self.prioritized:
+                with self.phases("store"):
+                    self.buffer.update_priorities(batch.ids, priorities)
             self.counters.updates += 1
 
     def metrics(self) -> Metrics:
