@@ -108,7 +108,7 @@ def ppo_loss(
     loss = policy_loss + value_coef * value_loss - entropy_coef * mean_entropy
     with torch.no_grad():
         approx_kl = torch.dot(ratio - log_ratio, weight) - 1
-        clip_fraction = torch.dot((ratio != clipped).float(), weight)
+        clip_fraction = torch.dot((ratio != clipped).to(weight.dtype), weight)
         max_abs_log_ratio = log_ratio.abs().max()
     return PPOTerms(
         loss, policy_loss.detach(), value_loss.detach(), mean_entropy.detach(),

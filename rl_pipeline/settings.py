@@ -189,15 +189,48 @@ class DeviceSettings(Frozen):
 
 
 class PrecisionSettings(Frozen):
-    """Arithmetic of the networks."""
+    """Arithmetic of the networks: facts that belong together."""
 
-    name: Literal["fp32"]
+    name: Literal["fp32", "tf32", "bf16", "fp16"]
+    autocast: Literal["bfloat16", "float16"] | None = None
+    """Type of matrix products and convolutions; logits, values and losses stay in float32."""
+    matmul: Literal["highest", "high"] = "highest"
+    """What is left in float32: `high` lets matrix products use TF32."""
+    loss_scale: PositiveFloat | None = None
+    """Initial loss scale, for fp16 gradients; null does without one."""
+
+    @model_validator(mode="after")
+    def _bundle(self) -> PrecisionSettings:
+        """The name says what the values are: a comparison groups by it."""
+        autocast = {"bf16": "bfloat16", "fp16": "float16"}.get(self.name)
+        matmul = "high" if self.name == "tf32" else "highest"
+        if (self.autocast, self.matmul) != (autocast, matmul):
+            raise ValueError(
+                f"precision.autocast and precision.matmul belong to precision={self.name}; choose "
+                "by precision=fp32, tf32, bf16 or fp16"
+            )
+        if (self.loss_scale is not None) != (self.name == "fp16"):
+            raise ValueError("precision.loss_scale goes with precision=fp16 and with no other")
+        return self
 
 
 class CompileSettings(Frozen):
-    """How act and update are compiled."""
+    """How act, advantages and updates are compiled."""
 
-    name: Literal["eager"]
+    name: Literal["eager", "default", "reduce_overhead", "max_autotune", "cudagraphs"]
+    backend: str | None = None
+    """Any torch.compile backend; null takes inductor, and for cudagraphs none: eager's kernels."""
+    fallback: bool = False
+    """A function that cannot be compiled runs eagerly, on record, instead of ending the run."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> CompileSettings:
+        if self.name == "eager" and (self.backend or self.fallback):
+            raise ValueError(
+                "compile.backend and compile.fallback have no effect with compile=eager; use "
+                "compile=default"
+            )
+        return self
 
 
 class ModeSettings(Frozen):

@@ -379,7 +379,10 @@ def test_random_streams_differ_by_name_seed_and_index():
 
 LAYERS = [
     {"types", "settings", "cpus"},
-    {"runtime", "phases", "envs", "buffers", "losses", "models"},
+    {
+        "runtime", "precision", "graphs", "builders", "optim", "transfers",
+        "phases", "envs", "buffers", "losses", "models",
+    },  # fmt: skip
     {"policies", "learners"},
     {"loops"},
     {"session"},
