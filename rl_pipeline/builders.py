@@ -72,9 +72,11 @@ def ahead_of_time(options: dict[str, Any]) -> Builder:
             except RuntimeError:  # torn by a full disk, say: built again
                 path.unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with torch.inference_mode(False), torch.no_grad(), tempfile.TemporaryDirectory(
-            dir=path.parent
-        ) as folder:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            tempfile.TemporaryDirectory(dir=path.parent) as folder,
+        ):
             plain = tuple(torch.empty_strided(
                 x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in example)  # fmt: skip
             program = torch.export.export(graph, plain, strict=False)

@@ -139,15 +139,11 @@ class CompileLog:
         if self.fallbacks:
             found["fallbacks"] = dict(self.fallbacks)
         if self.eager_update_s and self.compiled_update_s:
-            found |= break_even(
-                self.seconds, self.eager_update_s, self.compiled_update_s, updates
-            )
+            found |= break_even(self.seconds, self.eager_update_s, self.compiled_update_s, updates)
         return found
 
 
-def break_even(
-    compile_s: float, eager_s: float, compiled_s: float, updates: int
-) -> dict[str, Any]:
+def break_even(compile_s: float, eager_s: float, compiled_s: float, updates: int) -> dict[str, Any]:
     """When `compile_s` is earned back at `eager_s` against `compiled_s` an update.
 
     The net gain counts all of `updates`; `verdict` is what this run should have chosen.

@@ -286,11 +286,17 @@ class QNetwork(nn.Module):
     """obs -> one value per action."""
 
     def __init__(
-        self, network: NetworkSettings, spec: EnvSpec, num_actions: int, generator: torch.Generator
+        self,
+        network: NetworkSettings,
+        spec: EnvSpec,
+        num_actions: int,
+        generator: torch.Generator,
+        arithmetic: Arithmetic = FP32,
     ) -> None:
         super().__init__()
-        self.trunk, width = make_trunk(network, spec.obs_shape, generator)
+        self.trunk, width = make_trunk(network, spec.obs_shape, generator, arithmetic)
         self.head = _linear(width, num_actions, 1.0, generator)
+        self.to(arithmetic.wide)
 
     def forward(self, obs: Tensor) -> Tensor:
         """obs [B, ...] -> Q [B, A]."""

@@ -68,7 +68,9 @@ def choose_arithmetic(
     works = "precision=fp32 or precision=bf16"
     if device.type == "cpu":
         if settings.name == "tf32":
-            raise ValueError(f"precision=tf32 is a format of CUDA devices, not of this CPU: {works}")
+            raise ValueError(
+                f"precision=tf32 is a format of CUDA devices, not of this CPU: {works}"
+            )
         if settings.name == "fp16":
             # Measured: torch's fp16 convolution needs 100x the time of fp32 going backward.
             raise ValueError(

@@ -188,9 +188,13 @@ class _Learning:
             self.counters.updates += 1
 
     def metrics(self) -> Metrics:
-        """Read at the log tick."""
+        """Read at the log tick; the moment to find out which updates were skipped (fp16)."""
+        metrics = dict(self.learner.metrics(self.progress))
+        skipped = int(metrics.pop("skipped_updates", 0))
+        self.counters.updates -= skipped - self.counters.skipped_updates
+        self.counters.skipped_updates = skipped
         return {
-            **self.learner.metrics(self.progress),
+            **metrics,
             "replay/size": float(self.buffer.size),
             "replay/ratio": self.pace.ratio(self.counters.env_steps),
         }
