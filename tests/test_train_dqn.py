@@ -15,8 +15,7 @@ from rl_pipeline.config import ConfigError
 SHORT = (
     "algo=dqn", "env=cartpole", "backend=gymnasium", "backend.num_envs=1", "tracking=none",
     "log_every_s=0.2", "total_steps=2000", "eval.episodes=2", "seed=5", "buffer.capacity=1500",
-    "algo.learning_starts=200", "algo.batch_size=32", "algo.replay_ratio=8",
-    "algo.target_every=100", "algo.gamma=0.99", "algo.epsilon_end=0.05", "network.hidden=[32]",
+    "algo.learning_starts=200", "algo.target_every=100", "network.hidden=[32]", "recipe=none",
 )  # fmt: skip
 
 
