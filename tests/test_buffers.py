@@ -102,12 +102,7 @@ def test_any_history_gives_the_model_s_answer(kind, script):
             alive = buffer.update_priorities(np.array(ids), np.array(args[0], np.float64))
             expected = [divmod(i, num_envs)[::-1] in model.drawable() for i in ids]
             assert alive == sum(expected)
-            for i in set(ids):
-                k, e = divmod(i, num_envs)
-                if (e, k) in model.drawable():
-                    new = [p for j, p in zip(ids, args[0], strict=True) if j == i]
-                    model.history[e][k].priority = max(new)
-            model.max_priority = max(model.max_priority, *args[0])
+            model.take_priorities(ids, args[0])
         elif op == "cut":
             e, moves = args
             buffer.cut(np.array([e]))

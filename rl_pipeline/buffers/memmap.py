@@ -91,13 +91,15 @@ class MemmapReplay(Replay):
 
     def _install(self, arrays: dict[str, np.ndarray], states: dict[str, np.ndarray]) -> None:
         plan = self.layout
-        time, env = np.divmod(np.nonzero(self._drawable())[0], plan.num_envs)
-        newest = self._counts[env] - 1
-        row = newest - (newest - time) % plan.rows
-        slots = time * plan.num_envs + env
-        gone = row - self._meta[slots, kernels.HISTORY] < self._reached[env] - plan.rows
-        self._meta[slots[gone], kernels.FLAGS] &= ~np.uint32(kernels.DRAWABLE)
-        self.lost = int(np.count_nonzero(gone))
+        time = np.arange(plan.rows)[:, None]
+        row = self._counts - 1 - (self._counts - 1 - time) % plan.rows  # [rows, num_envs]
+        meta = self._meta.reshape(*row.shape, -1)
+        reaches = row - meta[..., kernels.HISTORY]
+        gone = (row >= 0) & (reaches < self._reached - plan.rows)
+        self.lost = int(np.count_nonzero(gone & (self._drawable().reshape(row.shape))))
+        meta[gone, kernels.FLAGS] = 0
+        # Where the newest row is gone, what comes next cannot go on from it.
+        self._broken[(gone & (row == self._counts - 1)).any(0)] = 1
         self._size[0] -= self.lost
         super()._install(arrays, states)
 

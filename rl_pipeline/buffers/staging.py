@@ -85,7 +85,7 @@ class StagedReplay(Replay):
             arrived.synchronize()
         place = self._places[self._next]
         if not place or len(place[0]) != size:
-            place[:] = self._pin(size)
+            place = self._places[self._next] = self._pin(size)
         obs, next_obs, action, reward, discount, _ = (x.numpy() for x in place)
         return (
             obs.reshape(size, -1).view(self._word),
