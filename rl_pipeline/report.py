@@ -213,3 +213,40 @@ def print_sweep(
             name = " ".join(result["overrides"])
             console.print(f"[red]{result['status']}[/] {name}\n    {result['reason']}")
     return markdown(header, rows)
+
+
+def draw_lines(
+    path: Path,
+    panels: Sequence[tuple[str, dict[str, list[tuple[float, float, float, float]]]]],
+    x_label: str,
+    y_label: str,
+) -> None:
+    """A PNG of panels side by side, both axes logarithmic.
+
+    A panel is its title and lines by name; a point is x, y and the ends of its bar.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.5 * len(panels), 3.6), squeeze=False, sharey=False
+    )
+    names = dict.fromkeys(name for _, lines in panels for name in lines)
+    colors = {name: f"C{i}" for i, name in enumerate(names)}
+    for axis, (title, lines) in zip(axes[0], panels, strict=True):
+        for name, points in lines.items():
+            x, y, low, high = zip(*sorted(points), strict=True)
+            below = [a - b for a, b in zip(y, low, strict=True)]
+            above = [b - a for a, b in zip(y, high, strict=True)]
+            axis.errorbar(
+                x, y, (below, above), label=name, color=colors[name], marker="o", ms=4, capsize=2
+            )
+        axis.set(title=title, xlabel=x_label, xscale="log", yscale="log")
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(fontsize=8)
+    axes[0][0].set_ylabel(y_label)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

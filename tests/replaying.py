@@ -123,6 +123,18 @@ class Model:
             newest.valid = newest.terminated = newest.truncated = False
         self.broken[e] = True
 
+    def take_priorities(self, ids, priorities) -> None:
+        """As `update_priorities`."""
+        new: dict[int, float] = {}
+        for i, p in zip(np.asarray(ids).tolist(), np.asarray(priorities).tolist(), strict=True):
+            new[i] = max(new.get(i, 0.0), p)
+            self.max_priority = max(self.max_priority, p)
+        drawable = set(self.drawable())
+        for i, p in new.items():
+            k, e = divmod(i, len(self.envs))
+            if (e, k) in drawable:
+                self.history[e][k].priority = p
+
     def enlarge(self, rows: int) -> None:
         """More room from now on."""
         self.lost = [

@@ -6,6 +6,7 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -35,6 +36,8 @@ class Layout:
     """Recurrent state stored with a row that begins a sequence."""
     stride: int
     """Rows between the begins of sequences; 1 for transitions."""
+    fanout: int = FANOUT
+    """Children of a node of the sum tree."""
 
     @property
     def capacity(self) -> int:
@@ -53,7 +56,7 @@ class Layout:
         small += self.rows // self.stride * self.num_envs * self.state_bytes
         small += self.num_envs * (9 + self.depth * self.frame_bytes * (self.depth > 1))
         if self.prioritized:
-            small += 8 * (self.capacity + int(tree_starts(self.capacity)[-1]) + FANOUT)
+            small += 8 * (self.capacity + tree_size(tree_starts(self.capacity, self.fanout)))
         return small
 
     @property
@@ -62,13 +65,18 @@ class Layout:
         return self.frames_bytes + self.small_bytes
 
 
-def tree_starts(leaves: int) -> np.ndarray:
+def tree_starts(leaves: int, fanout: int = FANOUT) -> np.ndarray:
     """Where each level of the sum tree begins, leaves first; levels are padded to whole nodes."""
     starts = [0]
     while leaves > 1:
-        starts.append(starts[-1] + math.ceil(leaves / FANOUT) * FANOUT)
-        leaves = math.ceil(leaves / FANOUT)
+        starts.append(starts[-1] + math.ceil(leaves / fanout) * fanout)
+        leaves = math.ceil(leaves / fanout)
     return np.array(starts, np.int64)
+
+
+def tree_size(starts: np.ndarray) -> int:
+    """Nodes of the tree."""
+    return int(starts[-1]) + 1
 
 
 def plan(
@@ -80,6 +88,7 @@ def plan(
     span: int = 1,
     stride: int = 1,
     state_bytes: int = 0,
+    fanout: int = FANOUT,
 ) -> Layout:
     """The layout of `capacity` rows; `span` is how many rows a draw must find after its first.
 
@@ -109,22 +118,31 @@ def plan(
         prioritized=prioritized,
         state_bytes=state_bytes,
         stride=stride,
+        fanout=fanout,
     )
 
 
-def refuse_if_too_large(layout: Layout, available: int, where: str, disk: bool = False) -> None:
+def refuse_if_too_large(
+    layout: Layout,
+    available: int,
+    where: str,
+    counts: Literal["all", "frames", "small"] = "all",
+) -> None:
     """Raise ValueError with what is needed, what there is, and the largest capacity that fits.
 
-    `available` bytes `where` ("of memory", ...); with `disk` only the observations count.
+    `available` bytes `where` ("of memory", ...), `counts` says what has to go there.
     """
-    needed = layout.frames_bytes if disk else layout.nbytes
+    needed = {
+        "all": layout.nbytes, "frames": layout.frames_bytes, "small": layout.small_bytes
+    }[counts]  # fmt: skip
     if needed <= available:
         return
-    fits = int(available / (needed / layout.capacity) * 0.99) // layout.num_envs * layout.num_envs
+    # A hundredth less: levels of the sum tree do not grow evenly.
+    fits = int(0.99 * layout.capacity * available / needed) // layout.num_envs * layout.num_envs
     raise ValueError(
         f"buffer.capacity={layout.capacity} needs {_gb(needed)} {where}, {_gb(available)} are "
         f"available; the largest capacity that fits is {fits}"
-        + ("" if disk else ", or use buffer=memmap, which keeps observations on disk")
+        + (", or use buffer=memmap, which keeps observations on disk" if counts == "all" else "")
     )
 
 
