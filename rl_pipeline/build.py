@@ -78,11 +78,16 @@ class Training:
     learner: Learner
     loop: Callable[[sync.Counters, np.ndarray, sync.Hook], None]
     replay: Replay | None
-    buffer_bytes: int
+    buffer_facts: dict[str, Any]
+    """Of result.json: bytes needed, and how much memory was free before."""
 
 
 def make_training(
-    settings: Settings, envs: VecEnv, runtime: Runtime, phases: Phases | NullPhases
+    settings: Settings,
+    envs: VecEnv,
+    runtime: Runtime,
+    phases: Phases | NullPhases,
+    folder: Path,
 ) -> Training:
     """Learner, buffer and loop of the algorithm that `algo` names."""
     match settings.algo:
@@ -96,12 +101,14 @@ def make_training(
             def on_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
                 sync.run(envs, rollout, ppo, phases, counters, settings.total_steps, obs, hook)
 
-            return Training(ppo, on_policy, None, rollout.nbytes)
+            return Training(ppo, on_policy, None, {"bytes": rollout.nbytes})
         case DQNSettings() as algo:
+            from rl_pipeline.buffers.layout import available_memory
             from rl_pipeline.learners.dqn import DQN
 
             dqn = DQN(algo, settings.network, envs.spec, runtime, phases)
-            buffer = make_replay(settings, algo, envs.spec, runtime)
+            free = available_memory()
+            buffer = make_replay(settings, algo, envs.spec, runtime, folder)
             pace = Pace(algo.batch_size, algo.replay_ratio, algo.learning_starts)
 
             def off_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
@@ -111,34 +118,59 @@ def make_training(
                 )  # fmt: skip
 
             replay = Replay(buffer, pace, settings.buffer.save)
-            return Training(dqn, off_policy, replay, buffer.nbytes)
+            facts = {"bytes": buffer.nbytes, "available_bytes": free} | settings.buffer.model_dump()
+            return Training(dqn, off_policy, replay, facts)
 
 
 def make_replay(
-    settings: Settings, algo: DQNSettings, spec: EnvSpec, runtime: Runtime
+    settings: Settings, algo: DQNSettings, spec: EnvSpec, runtime: Runtime, folder: Path
 ) -> ReplayBuffer:
-    """The replay buffer that `buffer` names."""
-    capacity = settings.buffer.capacity
+    """The replay buffer that `buffer` names; raises ValueError where it cannot be or does not fit.
+
+    `folder` is the run's: a memory-mapped one lives there.
+    """
+    wanted, device = settings.buffer, runtime.device
+    if wanted.placement != "cpu" and device.type == "cpu":
+        raise ValueError(
+            f"buffer.placement={wanted.placement} is for a GPU and this run is on the CPU "
+            f"({runtime.device_reason}); use buffer.placement=cpu"
+        )
+    capacity, atari = wanted.capacity, settings.env.atari
     assert capacity is not None
     seed = stream_seed(runtime.seed, "update")
-    match settings.buffer.name:
-        case "deque":
-            from rl_pipeline.buffers.deque import DequeBuffer
+    if wanted.name == "deque":
+        from rl_pipeline.buffers.deque import DequeBuffer
 
-            return DequeBuffer(spec, capacity, algo.n_step, algo.gamma, seed, runtime.device)
-        case "uniform" | "prioritized":
-            from rl_pipeline.buffers.replay import Priorities, Replay
+        return DequeBuffer(spec, capacity, algo.n_step, algo.gamma, seed, device)
 
-            alpha, beta = settings.buffer.alpha, settings.buffer.beta
-            priorities = None
-            if alpha is not None and beta is not None:
-                priorities = Priorities(alpha, beta)
-            atari = settings.env.atari
-            return Replay(
-                spec, capacity, n_step=algo.n_step, gamma=algo.gamma, seed=seed,
-                frame_stack=atari.frame_stack if atari else 1, priorities=priorities,
-            )  # fmt: skip
-    raise NotImplementedError(settings.buffer.name)
+    from rl_pipeline.buffers.replay import Replay as Ring
+    from rl_pipeline.buffers.ring import Priorities
+
+    options: dict[str, Any] = {
+        "n_step": algo.n_step, "gamma": algo.gamma, "seed": seed,
+        "frame_stack": atari.frame_stack if atari else 1,
+    }  # fmt: skip
+    if wanted.alpha is not None and wanted.beta is not None:
+        options["priorities"] = Priorities(wanted.alpha, wanted.beta)
+    if wanted.name == "memmap":
+        from rl_pipeline.buffers.memmap import MemmapReplay
+
+        ring: Ring = MemmapReplay(spec, capacity, folder=folder / "replay", **options)
+    elif wanted.placement == "cuda":
+        from rl_pipeline.buffers.device import DeviceReplay
+
+        return DeviceReplay(spec, capacity, device=device, **options)
+    elif wanted.placement == "pinned":
+        from rl_pipeline.buffers.staging import CudaTransfer, StagedReplay
+
+        ring = StagedReplay(spec, capacity, transfer=CudaTransfer(device), **options)
+    else:
+        ring = Ring(spec, capacity, **options)
+    if not wanted.prefetch:
+        return ring
+    from rl_pipeline.buffers.prefetch import Prefetch
+
+    return Prefetch(ring)
 
 
 def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tracker | NullTracker:
@@ -290,8 +322,8 @@ def make_session(
         Phases(new_event=runtime.new_event()) if settings.profile.name == "phases" else NullPhases()
     )
     envs = make_training_envs(settings, stream_seed(seed, "envs"), threads)
-    training = make_training(settings, envs, runtime, phases)
-    facts["buffer_bytes"] = training.buffer_bytes
+    training = make_training(settings, envs, runtime, phases, folder)
+    facts["buffer"] = training.buffer_facts
 
     # From here on nothing in the settings can be wrong: the run exists.
     record = saved or {

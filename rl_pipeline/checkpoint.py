@@ -81,12 +81,13 @@ def load(path: Path) -> dict[str, Any]:
     """
     state = _load(path)
     replay = _replay_of(path)
-    state["replay"] = _load(replay) if replay != path and replay.exists() else None
+    # Mapped, not read: a large buffer is copied once, into the arrays that it comes back to.
+    state["replay"] = _load(replay, True) if replay != path and replay.exists() else None
     return state
 
 
-def _load(path: Path) -> dict[str, Any]:
-    state = torch.load(path, map_location="cpu", weights_only=True)
+def _load(path: Path, mapped: bool = False) -> dict[str, Any]:
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     if state.get("format") != FORMAT:
         raise ValueError(
             f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}"

@@ -276,6 +276,8 @@ class Session:
         else:
             replay.buffer.load_state_dict(contents)
             replay.pace.load_state_dict(state["pace"])
+            if lost := replay.buffer.lost:
+                self.facts["resume"] |= {"exact": False, "lost_transitions": lost}
             if not known:
                 replay.buffer.cut()
         self.facts["resume"]["replay"] = "begun anew" if contents is None else "restored"
@@ -287,6 +289,8 @@ class Session:
             closing.callback(self._finish_tracking, result)
             for part in (self.hardware, self.recorder, self.progress, self.envs):
                 closing.callback(part.close)
+            if self.replay:
+                closing.callback(self.replay.buffer.close)
             _write_json(self.folder / "result.json", result)
         return result
 

@@ -428,8 +428,15 @@ class Settings(Frozen):
         plain: dict[str, dict[str, Any]] = {
             "rollout": {"capacity": None, "placement": "cpu", "prefetch": False, "save": True},
             "deque": {"placement": "cpu", "prefetch": False},
+            # Its draws change with every priority: nothing can be copied ahead.
+            "prioritized": {"prefetch": False},
             "memmap": {"placement": "cpu"},
         }
+        if buffer.placement == "cuda" and buffer.prefetch:
+            raise ValueError(
+                "buffer.prefetch has no effect with buffer.placement=cuda, where nothing is "
+                "copied; leave it out"
+            )
         for key, only in plain.get(buffer.name, {}).items():
             value = getattr(buffer, key)
             if value != only:

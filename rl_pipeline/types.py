@@ -172,14 +172,21 @@ class ReplayBuffer(Protocol):
 
     def update_priorities(
         self, ids: np.ndarray | torch.Tensor, priorities: np.ndarray | torch.Tensor
-    ) -> int:
+    ) -> int | torch.Tensor:
         """Set the priorities [B] of drawn transitions; returns how many still existed."""
+
+    @property
+    def lost(self) -> int:
+        """Transitions that `load_state_dict` could not bring back (overwritten files)."""
 
     def state_dict(self) -> dict[str, Any]:
         """Contents, cursors, priorities and random state, on the CPU."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Strict inverse of `state_dict`."""
+
+    def close(self) -> None:
+        """Free threads and files; a second call does nothing."""
 
 
 class Learner(Protocol):

@@ -32,6 +32,8 @@ def last(folder: Path) -> dict:
     "buffer",
     [
         ["buffer=deque"],
+        ["buffer=memmap"],
+        ["buffer=uniform", "buffer.prefetch=true"],
         ["buffer=uniform", "algo.n_step=3"],
         ["buffer=prioritized", "algo.double=true"],
     ],
@@ -43,7 +45,7 @@ def test_every_buffer_trains(cli, buffer):
     assert 2000 <= result["counters"]["env_steps"] <= 2001
     assert result["counters"]["updates"] == pytest.approx((2000 - 200) * 8 / 32, abs=1)
     assert result["effective"]["buffer"] == buffer[0].split("=")[1]
-    assert result["buffer_bytes"] > 0
+    assert 0 < result["buffer"]["bytes"] < result["buffer"]["available_bytes"]
     assert {"act", "env", "store", "sample", "learn"} <= result["phases"].keys()
     (folder,) = cli.folders()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

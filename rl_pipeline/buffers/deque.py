@@ -25,6 +25,8 @@ class DequeBuffer:
     With `n_step` > 1 a transition is stored once its window is complete or its episode has ended.
     """
 
+    lost = 0
+
     def __init__(
         self,
         spec: EnvSpec,
@@ -104,6 +106,9 @@ class DequeBuffer:
     def update_priorities(self, ids: np.ndarray | Tensor, priorities: np.ndarray | Tensor) -> int:
         """Raise ValueError: all transitions are equally likely."""
         raise ValueError("priorities have no effect on buffer=deque")
+
+    def close(self) -> None:
+        """Nothing to free."""
 
     def state_dict(self) -> dict[str, Any]:
         """Contents, open windows and random state."""

@@ -97,16 +97,21 @@ class DQN:
         """
         cfg = self._cfg
         rate = cfg.learning_rate * (1 - progress if cfg.anneal_lr else 1.0)
-        priority, *scalars = self._step(
-            rate, None, batch.obs, batch.action, batch.reward, batch.discount, batch.next_obs,
-            batch.weight,
-        )  # fmt: skip
+        priority, *scalars = self._step(rate, None, *self._tensors(batch))
         self._updates += 1
         if self._updates % cfg.target_every == 0:
             self._move_target()
         # Nothing is read back until the log tick.
         self._last = tuple(scalars), rate
         return priority[0]
+
+    def _tensors(self, batch: Batch) -> list[Tensor]:
+        """All but the ids, on the device."""
+        tensors = list(batch[:-1])
+        if batch.obs.device.type == self._device.type:
+            return tensors
+        with self._phases("h2d"):
+            return [x.to(self._device) for x in tensors]
 
     def _move_target(self) -> None:
         if self._cfg.tau == 1:
