@@ -38,8 +38,9 @@ def dynamo(backend: str, options: dict[str, Any] | None = None) -> Builder:
     def build(
         graph: torch.fx.GraphModule, state: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Call:
-        chosen = {"options": options} if options else {}
-        return torch.compile(graph, backend=backend, fullgraph=True, dynamic=False, **chosen)
+        return torch.compile(
+            graph, backend=backend, fullgraph=True, dynamic=False, options=options or None
+        )
 
     return build
 
@@ -55,7 +56,7 @@ class Package:
 
     def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
         """State and inputs -> outputs."""
-        return self._run(list(args))
+        return tuple(self._run(list(args)))
 
 
 def ahead_of_time(options: dict[str, Any]) -> Builder:
@@ -72,9 +73,11 @@ def ahead_of_time(options: dict[str, Any]) -> Builder:
             except RuntimeError:  # torn by a full disk, say: built again
                 path.unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with torch.inference_mode(False), torch.no_grad(), tempfile.TemporaryDirectory(
-            dir=path.parent
-        ) as folder:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            tempfile.TemporaryDirectory(dir=path.parent) as folder,
+        ):
             plain = tuple(torch.empty_strided(
                 x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in example)  # fmt: skip
             program = torch.export.export(graph, plain, strict=False)
@@ -203,10 +206,9 @@ class CompilePlan:
     name: str = "eager"
     build: Builder | None = None
     """None runs every function as it is."""
-    whole_epochs: bool = False
-    """One call takes all minibatches of an epoch; else one each."""
+    capture: Capture | None = None
+    """What records calls, all minibatches of an epoch in one; else each minibatch is a call."""
     fallback: bool = False
-    form: str = "as written"
 
 
 def choose_plan(settings: CompileSettings, device: torch.device) -> tuple[CompilePlan, str]:
@@ -237,11 +239,12 @@ def choose_plan(settings: CompileSettings, device: torch.device) -> tuple[Compil
         build, form = dynamo(backend, options), f"built by torch.compile, backend {backend}"
     else:
         build, form = None, "kernels as eager launches them"
-    captures = cuda and name != "default"
-    if captures:
-        build, form = captured(build, CudaCapture()), f"{form}, captured as a CUDA graph"
-    what = "an epoch's updates" if captures else "each update"
-    plan = CompilePlan(name, build, captures, settings.fallback, form)
+    capture: Capture | None = None
+    if cuda and name != "default":
+        capture = CudaCapture()
+        build, form = captured(build, capture), f"{form}, captured as a CUDA graph"
+    what = "an epoch's updates" if capture else "each update"
+    plan = CompilePlan(name, build, capture, settings.fallback)
     return plan, f"{what} and each act as one graph, {form}"
 
 

@@ -33,8 +33,6 @@ PLANNED = {
     "algo": {"dqn", "sac"},
     "network": {"impala_cnn", "lstm"},
     "buffer": {"uniform", "prioritized", "deque", "memmap"},
-    "precision": {"tf32", "bf16", "fp16"},
-    "compile": {"default", "reduce_overhead", "max_autotune", "cudagraphs"},
     "mode": {"overlap", "apex", "seed"},
     "profile": {"cprofile", "trace", "serialised"},
 }

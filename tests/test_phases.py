@@ -380,8 +380,17 @@ def test_random_streams_differ_by_name_seed_and_index():
 LAYERS = [
     {"types", "settings", "cpus"},
     {
-        "runtime", "precision", "graphs", "builders", "optim", "transfers",
-        "phases", "envs", "buffers", "losses", "models",
+        "runtime",
+        "precision",
+        "graphs",
+        "builders",
+        "optim",
+        "transfers",
+        "phases",
+        "envs",
+        "buffers",
+        "losses",
+        "models",
     },  # fmt: skip
     {"policies", "learners"},
     {"loops"},
