@@ -241,6 +241,7 @@ def requested(settings: Settings) -> dict[str, Any]:
         "placement": settings.buffer.placement,
         "precision": settings.precision.name,
         "compile": settings.compile.name,
+        "compile_backend": settings.compile.backend,
         "device": settings.device.name,
         "mode": settings.mode.name,
         "threads": settings.backend.num_threads,
@@ -260,6 +261,7 @@ def make_facts(
     reasons = {
         **{f"threads.{k}": v for k, v in plan.reasons.items()},
         "device": runtime.device_reason,
+        **runtime.reasons,
     }
     if settings.seed is None:
         reasons["seed"] = f"{runtime.seed} (drawn, none was given)"
@@ -321,6 +323,7 @@ def make_session(
     phases = (
         Phases(new_event=runtime.new_event()) if settings.profile.name == "phases" else NullPhases()
     )
+    runtime.log.phase = lambda: phases("compile")
     envs = make_training_envs(settings, stream_seed(seed, "envs"), threads)
     training = make_training(settings, envs, runtime, phases, folder)
     facts["buffer"] = training.buffer_facts
@@ -339,7 +342,8 @@ def make_session(
     hardware = HardwareSampler(cpu_budget=runtime.threads.budget)
     recorder = Recorder(
         folder / "metrics.jsonl", settings.log_every_s, envs.spec.frame_skip,
-        phases.window, hardware.window, lambda: tracker.ready,
+        phases.window, lambda: hardware.window() | runtime.log.metrics(), lambda: tracker.ready,
+        compile_seconds=lambda: runtime.log.seconds + runtime.log.timing_s,
     )  # fmt: skip
     session = Session(
         settings=settings, folder=folder, facts=facts, envs=envs, learner=training.learner,
@@ -350,7 +354,7 @@ def make_session(
             folder / "checkpoints", settings.checkpoint.keep_last, settings.checkpoint.keep_best
         ),
         evaluate=make_evaluation(settings, training.learner, seed, threads),
-        synchronize=runtime.synchronize,
+        synchronize=runtime.synchronize, compile_log=runtime.log, transfers=runtime.transfers,
     )  # fmt: skip
     return session, state
 

@@ -38,8 +38,9 @@ def dynamo(backend: str, options: dict[str, Any] | None = None) -> Builder:
     def build(
         graph: torch.fx.GraphModule, state: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Call:
-        chosen = {"options": options} if options else {}
-        return torch.compile(graph, backend=backend, fullgraph=True, dynamic=False, **chosen)
+        return torch.compile(
+            graph, backend=backend, fullgraph=True, dynamic=False, options=options or None
+        )
 
     return build
 
@@ -48,14 +49,14 @@ class Package:
     """A graph built ahead of time and loaded; the least overhead per call that torch has."""
 
     def __init__(self, path: Path, cached: bool) -> None:
+        # What torch._inductor.aoti_load_package does, without importing the compiler (1.2 s).
         # One thread calls it at a time: no locks.
-        package = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
-        self._run = package.loader.boxed_run
+        self._run = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1).boxed_run
         self.cached = cached
 
     def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
         """State and inputs -> outputs."""
-        return self._run(list(args))
+        return tuple(self._run(list(args)))
 
 
 def ahead_of_time(options: dict[str, Any]) -> Builder:
@@ -205,10 +206,9 @@ class CompilePlan:
     name: str = "eager"
     build: Builder | None = None
     """None runs every function as it is."""
-    whole_epochs: bool = False
-    """One call takes all minibatches of an epoch; else one each."""
+    capture: Capture | None = None
+    """What records calls, all minibatches of an epoch in one; else each minibatch is a call."""
     fallback: bool = False
-    form: str = "as written"
 
 
 def choose_plan(settings: CompileSettings, device: torch.device) -> tuple[CompilePlan, str]:
@@ -225,7 +225,7 @@ def choose_plan(settings: CompileSettings, device: torch.device) -> tuple[Compil
             "whose whole-update graph has no per-kernel overhead either, or compile=eager"
         )
     backend = settings.backend or (None if name == "cudagraphs" else "inductor")
-    if backend is not None:
+    if backend not in (None, "inductor"):
         check_backend(backend)
     options: dict[str, Any] = {"max_autotune": True} if name == "max_autotune" else {}
     if options and backend != "inductor":
@@ -239,11 +239,12 @@ def choose_plan(settings: CompileSettings, device: torch.device) -> tuple[Compil
         build, form = dynamo(backend, options), f"built by torch.compile, backend {backend}"
     else:
         build, form = None, "kernels as eager launches them"
-    captures = cuda and name != "default"
-    if captures:
-        build, form = captured(build, CudaCapture()), f"{form}, captured as a CUDA graph"
-    what = "an epoch's updates" if captures else "each update"
-    plan = CompilePlan(name, build, captures, settings.fallback, form)
+    capture: Capture | None = None
+    if cuda and name != "default":
+        capture = CudaCapture()
+        build, form = captured(build, capture), f"{form}, captured as a CUDA graph"
+    what = "an epoch's updates" if capture else "each update"
+    plan = CompilePlan(name, build, capture, settings.fallback)
     return plan, f"{what} and each act as one graph, {form}"
 
 

@@ -32,8 +32,6 @@ CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "co
 PLANNED = {
     "algo": {"sac"},
     "network": {"impala_cnn", "lstm"},
-    "precision": {"tf32", "bf16", "fp16"},
-    "compile": {"default", "reduce_overhead", "max_autotune", "cudagraphs"},
     "mode": {"overlap", "apex", "seed"},
     "profile": {"cprofile", "trace", "serialised"},
 }

@@ -13,7 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +68,9 @@ def trace(function: Call, args: Sequence[Tensor]) -> torch.fx.GraphModule:
         example = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in args
         ]
-        graph = make_fx(function, tracing_mode="fake")(*example)
+        graph = make_fx(
+            lambda *args: function(*args), tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*example)
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             raise ValueError(f"it reads a tensor that is not an argument ({node.target})")
@@ -98,6 +100,10 @@ class CompileLog:
     """Functions that run eagerly although they should not, and why."""
     eager_update_s: float | None = None
     compiled_update_s: float | None = None
+    timing_s: float = 0.0
+    """Spent on measuring these two."""
+    phase: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered while anything of this happens."""
 
     @property
     def seconds(self) -> float:
@@ -199,7 +205,8 @@ class GraphFunction:
         form = tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
         call = self._calls.get(form)
         if call is None:
-            call = self._calls[form] = self._add(inputs)
+            with self._log.phase():
+                call = self._calls[form] = self._add(inputs)
         return call(*self._state, *inputs)
 
     def _add(self, inputs: Sequence[Tensor]) -> Call:
@@ -250,6 +257,7 @@ class GraphFunction:
                     run(*self._state, *inputs)
                     self._synchronize()
                     seconds[name].append(time.perf_counter() - start)
+        self._log.timing_s += time.perf_counter() - begin
         minibatches = len(outputs[0])
         self._log.eager_update_s = statistics.median(seconds["eager"]) / minibatches
         self._log.compiled_update_s = statistics.median(seconds["compiled"]) / minibatches

@@ -29,12 +29,15 @@ def gae(
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     delta = torch.where(valid, reward + gamma * discount * values[1:] - values[:-1], zero)
     decay = torch.where(valid & ~ended, gamma * lam, zero)
-    # Rows as a list: T steps of two small kernels on prepared views.
-    advantage, rows = torch.zeros_like(values[0]), []
-    for d, k in zip(reversed(delta.unbind(0)), reversed(decay.unbind(0)), strict=True):
-        advantage = torch.addcmul(d, k, advantage)
-        rows.append(advantage)
-    return torch.stack(rows[::-1])
+    # a[t] = delta[t] + decay[t] a[t+1] by doubling (Hillis & Steele 1986): log2(T) steps over all
+    # rows instead of T small ones.
+    advantage, span, rows = delta, 1, len(delta)
+    while span < rows:
+        head = torch.addcmul(advantage[:-span], decay[: rows - span], advantage[span:])
+        advantage = torch.cat([head, advantage[-span:]])
+        decay = decay[:-span] * decay[span:]
+        span *= 2
+    return advantage
 
 
 def row_weights(valid: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class Adam:
             finite = norm.isfinite()
             unscale, found_inf = self.scale.scale.clone(), (~finite).to(torch.float32)
             self._steps += finite
-            moved = move_scale(*self.scale.state, finite)
+            moved = move_scale(self.scale.state, finite)
             for tensor, value in zip(self.scale.state, moved, strict=True):
                 tensor.copy_(value)
         else:
@@ -70,7 +70,8 @@ class Adam:
             [self._params], [self._grads], [self._mean], [self._square], [], [self._steps],
             lr=learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=0.0, eps=self._eps,
             amsgrad=False, maximize=False,
-            grad_scale=divisor if unscale is None else divisor * unscale, found_inf=found_inf,
+            grad_scale=(divisor if unscale is None else divisor * unscale).float(),
+            found_inf=found_inf,
         )  # fmt: skip
         self._grads.zero_()
         return norm
@@ -91,14 +92,15 @@ class Adam:
         new_mean = torch.lerp(mean, grads, 1 - BETA1)
         new_square = square + (grads * grads - square) * (1 - BETA2)
         # 1 - beta^t by expm1: in float32 the plain form loses digits.
-        bias1, bias2 = (-torch.expm1(after * math.log(beta)) for beta in (BETA1, BETA2))
+        count = after.to(params.dtype)
+        bias1, bias2 = (-torch.expm1(count * math.log(beta)) for beta in (BETA1, BETA2))
         moved = params - (rate / bias1) * new_mean / ((new_square / bias2).sqrt() + self._eps)
         new = (moved, new_mean, new_square, after)
         if not self.scale.active:
             return new, norm
         finite = norm.isfinite()
         kept = tuple(torch.where(finite, n, o) for n, o in zip(new, state[:4], strict=True))
-        return kept + move_scale(*state[4:], finite), norm
+        return kept + move_scale(state[4:], finite), norm
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, step count and loss scale, as a copy on the CPU."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,7 @@ def choose_arithmetic(
         if settings.name == "fp16":
             # Measured: torch's fp16 convolution needs 100x the time of fp32 going backward.
             raise ValueError(
-                f"precision=fp16 is for CUDA devices: on a CPU it is slower than float32; use {works}"
+                f"precision=fp16 is for CUDA devices and slower than fp32 on a CPU; use {works}"
             )
         if settings.name == "bf16":
             fast = torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AMX")) and (
@@ -157,10 +158,9 @@ class LossScale:
         self._judged = (0, int(self.skipped))
 
 
-def move_scale(
-    scale: Tensor, streak: Tensor, skipped: Tensor, finite: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale, streak and skipped count after one attempted update; all scalars."""
+def move_scale(state: Sequence[Tensor], finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale, streak and skipped count, all scalars, after one attempted update."""
+    scale, streak, skipped = state
     grown = streak + 1
     full = grown >= GROWTH_INTERVAL
     return (

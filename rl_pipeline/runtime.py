@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_pipeline.builders import CompilePlan, choose_plan
+from rl_pipeline.builders import Builder, CompilePlan, captured, choose_plan
 from rl_pipeline.cpus import cpu_budget, positive_int
 from rl_pipeline.graphs import Call, CompileLog, GraphFunction, calling
 from rl_pipeline.models import FlatParameters
@@ -119,20 +119,35 @@ class Runtime:
         return Transfers(self.device)
 
     def build(
-        self, name: str, pure: Call, eager: Call, state: Sequence[Tensor], moves: int
+        self,
+        name: str,
+        pure: Call,
+        eager: Call,
+        state: Sequence[Tensor],
+        moves: int,
+        builder: Builder | None = None,
     ) -> Call:
         """The function that takes the inputs: `pure(*state, *inputs)` as one graph, or `eager`.
 
         `pure` may move the first `moves` tensors of `state` in place, and `eager(*inputs)` does
         the same to them. Raises CompileError at the first call where that cannot be.
         """
-        if self.plan.name == "eager":
+        builder = builder or self.plan.build
+        if builder is None:
             return eager
-        assert self.plan.build is not None
         return GraphFunction(
-            name, pure, eager, state, moves, self.plan.build, self.log, self.plan.fallback,
+            name, pure, eager, state, moves, builder, self.log, self.plan.fallback,
             self.synchronize,
         )  # fmt: skip
+
+    def replay(self, name: str, function: Call) -> Call:
+        """`function(*tensors)`, called once per rollout: captured where graphs are, else as it is.
+
+        Measured on the CPU: compiling the advantages takes seconds and saves 0.1 ms a rollout.
+        """
+        if self.plan.capture is None:
+            return function
+        return self.build(name, function, function, (), 0, captured(None, self.plan.capture))
 
     def compile(self, name: str, function: Call, reads: Sequence[FlatParameters] = ()) -> Call:
         """`function(*tensors)`, which calls the modules that own `reads`, as `compile` says.
@@ -160,7 +175,7 @@ class Runtime:
         """Forward, backward, clipping and Adam as one step; see `optim.GradientStep`."""
         adam = Adam(params.values, params.grads, eps, max_grad_norm, self.arithmetic.loss_scale)
         return GradientStep(
-            name, loss, params, adam, frozen, self.build, self.plan.whole_epochs
+            name, loss, params, adam, frozen, self.build, self.plan.capture is not None
         )  # fmt: skip
 
     def generator(self, stream: str) -> torch.Generator:

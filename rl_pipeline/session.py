@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from rl_pipeline.checkpoint import Checkpoints
+from rl_pipeline.graphs import CompileLog
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.schedule import Pace
 from rl_pipeline.phases import NullPhases, Phases
@@ -27,6 +28,7 @@ from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView
 from rl_pipeline.telemetry.recorder import Recorder, bottleneck
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker
+from rl_pipeline.transfers import Transfers
 from rl_pipeline.types import Episode, Learner, Metrics, ReplayBuffer, VecEnv
 
 DRAIN_S = 60.0
@@ -101,10 +103,14 @@ class Session:
     """Scores of the n-th evaluation of this run; None once the function it is given is true."""
     synchronize: Callable[[], None]
     """Waits for the device."""
+    compile_log: CompileLog
+    transfers: Transfers
     counters: sync.Counters = field(default_factory=sync.Counters)
     stop: StopRequest = field(default_factory=StopRequest)
     _scores: np.ndarray | None = None
     _evals: int = 0
+    _updates_before: int = 0
+    """Of earlier sessions of this run."""
     _next_eval: int = 0
     _next_save: int = 0
     _next_look: int = 0
@@ -254,6 +260,7 @@ class Session:
     def _restore(self, state: dict[str, Any]) -> np.ndarray:
         exact = self.learner.load_state_dict(state["learner"])
         self.counters = sync.Counters(**state["counters"])
+        self._updates_before = self.counters.updates
         self._evals = state["evals"]
         self.recorder.episodes(Episode(*game) for game in state["recent"])
         known = state["env_state"] is not None
@@ -334,11 +341,17 @@ class Session:
                 "episodes": 0 if scores is None else len(scores),
                 "eval_scores": [] if scores is None else [float(s) for s in scores],
             },
-            "compile": {"graphs": 0, "recompiles": 0, "graph_breaks": 0},
+            "compile": self.compile_log.report(self.counters.updates - self._updates_before),
             "accounting": {**cost, "share_of_steady_wall": sum(cost.values()) / wall},
             "hardware": self.hardware.facts(),
             "tracking": tracked,
         }
+        if fallbacks := self.compile_log.fallbacks:
+            result["effective"] = result["effective"] | {
+                "compile": f"eager for {', '.join(fallbacks)}: {next(iter(fallbacks.values()))}"
+            }
+        if copies := self.transfers.report(self.counters.env_steps):
+            result["transfers"] = copies
         if phases:
             result["phases"] = phases
             result["bottleneck"] = bottleneck(phases)

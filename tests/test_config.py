@@ -151,8 +151,8 @@ def test_bad_values_name_the_setting_and_the_way_out(overrides, words):
     ("override", "words"),
     [
         ("backend.num_env=3", ["backend.num_env is not", "backend.num_envs"]),
-        ("precision=fp61", ["precision can be fp32"]),
-        ("precision=bf16", ["planned", "fp32"]),
+        ("precision=fp61", ["precision can be bf16, fp16, fp32, tf32"]),
+        ("mode=overlap", ["planned", "sync"]),
         ("algo=sac", ["planned", "ppo"]),
         ("env=pnog", ["did you mean pong"]),
         ("env.kwargs.size=3", ["+env.kwargs.size=..."]),

@@ -58,7 +58,7 @@ class PPO:
             self._normalize_reward = RewardNormalizer(spec.num_envs, settings.gamma, self._device)
         self._act = runtime.compile("act", self._sample, [self.params])
         self._score = runtime.compile("score", self._log_prob_value, [self.params])
-        self._advantage = runtime.compile("advantage", self._advantage_target)
+        self._advantage = runtime.replay("advantage", self._advantage_target)
         self._step = runtime.gradient_step(
             "update", self._loss, self.params, settings.adam_eps, settings.max_grad_norm
         )

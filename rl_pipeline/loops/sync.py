@@ -59,6 +59,7 @@ def run(
         progress = min(counters.env_steps / total_steps, 1.0)
         counters.rollouts += 1
         counters.updates += int(metrics["updates"])
+        counters.skipped_updates += int(metrics.get("skipped_updates", 0))
         if after_update(obs, lambda: metrics):  # noqa: B023 - called at once or never
             return
 
