@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import settings
+from standin import StandIn, as_traced
 from test_ppo import BOX, CPU, learner, random_rollout
 
 from rl_pipeline import builders, graphs
@@ -26,44 +27,6 @@ ACTIONS = [Discrete(2), BOX]
 def quick_timing(monkeypatch):
     """Three updates each way are enough to time here."""
     monkeypatch.setattr(graphs, "TIMING_S", 0.0)
-
-
-def as_traced(graph, state, inputs):
-    """The builder without a compiler: the graph's own ATen calls."""
-    return graph
-
-
-class StandIn:
-    """CUDA graphs on the CPU: one static memory of outputs, work done only on replay."""
-
-    def __init__(self) -> None:
-        self.warm = self.replays = 0
-
-    def warm_up(self, run, times):
-        for _ in range(times):
-            run()
-        self.warm += times
-
-    def record(self, run):
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        class NoWork(TorchDispatchMode):
-            """Like a capture: operations are noted, memory stays as it is."""
-
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                if func is torch.ops.aten.copy_.default:
-                    return args[0]
-                return func(*args, **(kwargs or {}))
-
-        with NoWork():
-            outputs = tuple(x.clone() for x in run())
-
-        def replay():
-            self.replays += 1
-            for memory, value in zip(outputs, run(), strict=True):
-                memory.copy_(value)
-
-        return replay, outputs
 
 
 def runtime(build=as_traced, capture=None, arithmetic=None, **plan) -> Runtime:

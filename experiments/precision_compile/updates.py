@@ -19,12 +19,13 @@ from hydra import compose, initialize_config_dir
 
 from rl_pipeline import config
 from rl_pipeline.buffers.rollout import Rollout
+from rl_pipeline.learners.dqn import DQN
 from rl_pipeline.learners.ppo import PPO
 from rl_pipeline.phases import NullPhases
 from rl_pipeline.runtime import Runtime, make_runtime
 from rl_pipeline.settings import Settings
 from rl_pipeline.telemetry.provenance import provenance
-from rl_pipeline.types import Continuous, Discrete, EnvSpec
+from rl_pipeline.types import Batch, Continuous, Discrete, EnvSpec
 
 HERE = Path(__file__).parent
 ROUNDS = 5 if os.environ.get("QUICK") else 15
@@ -40,7 +41,11 @@ CASES: dict[str, tuple[list[str], tuple[int, ...], type, Discrete | Continuous]]
     "ppo_cartpole": (["env=cartpole"], (4,), np.float32, Discrete(2)),
     "ppo_halfcheetah": (["env=halfcheetah"], (17,), np.float32, BOX),
     "ppo_pong": (["env=pong", "algo.num_epochs=1"], (4, 84, 84), np.uint8, Discrete(6)),
-}
+    "dqn_cartpole": (
+        ["algo=dqn", "env=cartpole", "algo.batch_size=128"], (4,), np.float32, Discrete(2),
+    ),
+    "dqn_pong": (["algo=dqn", "env=pong"], (4, 84, 84), np.uint8, Discrete(6)),
+}  # fmt: skip
 Updates = Callable[[], float]
 """Does some updates and returns how many."""
 
@@ -75,6 +80,25 @@ def ppo(settings: Settings, spec: EnvSpec, runtime: Runtime) -> Updates:
     return lambda: float(learner.update(rollout, 1.0)["updates"])
 
 
+def dqn(settings: Settings, spec: EnvSpec, runtime: Runtime) -> Updates:
+    """DQN updates on one random batch; nothing is sampled."""
+    learner = DQN(settings.algo, settings.network, spec, runtime, NullPhases())
+    size, rng = settings.algo.batch_size, torch.Generator().manual_seed(0)
+    obs, next_obs = (observations((size,), spec.obs_shape, spec.obs_dtype.type) for _ in range(2))
+    action = torch.randint(0, spec.action.num_actions, (size,), generator=rng)
+    batch = Batch(
+        obs, action, torch.randn(size, generator=rng), torch.full((size,), 0.99), next_obs,
+        torch.ones(size), np.arange(size),
+    )  # fmt: skip
+
+    def some() -> float:
+        for _ in range(8):
+            learner.update(batch, 0.0)
+        return 8.0
+
+    return some
+
+
 def build(case: str, cell: str) -> tuple[Updates, Runtime]:
     """The learner of one cell; compiles at its first call."""
     overrides, shape, dtype, action = CASES[case]
@@ -82,7 +106,8 @@ def build(case: str, cell: str) -> tuple[Updates, Runtime]:
         settings = config.load(compose("config", [*overrides, *CELLS[cell], "tracking=none"]))
     runtime = make_runtime(settings, seed=1)
     spec = EnvSpec(case, "random", settings.backend.num_envs, shape, np.dtype(dtype), action)
-    return ppo(settings, spec, runtime), runtime
+    make = dqn if settings.algo.name == "dqn" else ppo
+    return make(settings, spec, runtime), runtime
 
 
 def measure(case: str) -> dict:
