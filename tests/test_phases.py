@@ -395,11 +395,12 @@ LAYERS = [
     {"policies", "learners"},
     {"loops"},
     {"session"},
+    {"training"},
     {"build"},
     {"train"},
 ]
 LEAVES = {"telemetry", "checkpoint", "evaluate"}
-FRAME = {"config", "runs", "report", "study", "train", "build", "session"}
+FRAME = {"config", "runs", "report", "study", "train", "build", "session", "training"}
 """The frame around a run: reads configs and results, never imported by the rooms."""
 
 
