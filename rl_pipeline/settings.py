@@ -56,6 +56,19 @@ class AtariSettings(Frozen):
     """Probability that the emulator repeats the previous action."""
 
 
+class WrapperSettings(Frozen):
+    """A Gymnasium wrapper."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    """`package.module:Class`."""
+    kwargs: dict[str, Any] = {}
+    """Passed to the class after the environment."""
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
 class EnvSettings(Frozen):
     """The task."""
 
@@ -68,6 +81,10 @@ class EnvSettings(Frozen):
     max_episode_steps: PositiveInt | None = None
     """Time limit in agent steps; null keeps the task's own."""
     atari: AtariSettings | None = None
+    flatten_obs: bool = False
+    """Observe the parts of a Dict, Tuple or discrete observation as one vector of floats."""
+    wrappers: tuple[Annotated[WrapperSettings, BeforeValidator(_named)], ...] = ()
+    """Gymnasium wrappers, the first innermost: `package.module:Class` or {name, kwargs}."""
     kwargs: dict[str, Any] = {}
     """Passed to the environment's constructor; add keys with `+env.kwargs.key=value`."""
 
@@ -285,6 +302,16 @@ class Settings(Frozen):
         if backend.startswith("envpool") and self.env.kwargs.keys() & {"num_envs", "seed"}:
             raise ValueError(
                 "env.kwargs cannot set num_envs or seed; use backend.num_envs and seed"
+            )
+        if self.env.wrappers and backend not in ("gymnasium", "gymnasium_async"):
+            raise ValueError(
+                f"env.wrappers are Gymnasium's, backend={backend} cannot apply them; use "
+                "backend=gymnasium or backend=gymnasium_async"
+            )
+        if self.env.wrappers and self.env.kind == "atari":
+            raise ValueError(
+                f"env.wrappers have no effect under the preprocessing of env={self.env.name}; use "
+                f"env=gym env.id=ale_py:{self.env.id} with wrappers that do all of it"
             )
         if (self.env.kind == "atari") != (self.env.atari is not None):
             raise ValueError("env.kind=atari and the env.atari block go together")

@@ -765,14 +765,6 @@ def test_other_autoreset_modes_are_refused(stubbed, mode):
         stubbed(metadata={"autoreset_mode": mode})
 
 
-@pytest.mark.parametrize(
-    "space, word", [("obs", "Dict"), ("multi", "MultiDiscrete"), ("start", "start=1")]
-)
-def test_unsupported_spaces_are_refused_by_name(space, word):
-    with pytest.raises(ValueError, match=word):
-        counting("Odd", space=space)
-
-
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "envpool", None)
     with pytest.raises(ValueError, match="backend=envpool.*backend=gymnasium"):

@@ -12,8 +12,9 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 
+from rl_pipeline.envs.spaces import Flattener, read_actions
 from rl_pipeline.settings import EnvSettings
-from rl_pipeline.types import Continuous, Discrete, EnvSpec, Episode, Step
+from rl_pipeline.types import Continuous, Discrete, EnvSpec, Episode, MultiDiscrete, Step
 
 
 def env_seeds(seed: int, num_envs: int) -> list[int]:
@@ -21,9 +22,10 @@ def env_seeds(seed: int, num_envs: int) -> list[int]:
     return [int(s) >> 1 for s in np.random.SeedSequence(seed).generate_state(num_envs)]
 
 
-# obs, reward, terminated, truncated as the library gave them, and where a full game ended: None is
-# at every end; in a reset row it is a game that ended unseen before it.
-RawStep = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
+# obs (nested, or a list of its parts, where it is flattened), reward, terminated, truncated as the
+# library gave them, and where a full game ended: None is at every end; in a reset row it is a game
+# that ended unseen before it.
+RawStep = tuple[Any, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
 
 
 class BaseVecEnv(ABC):
@@ -62,14 +64,26 @@ class BaseVecEnv(ABC):
                 f"{self._name} resets in mode {getattr(mode, 'name', mode)}; only NEXT_STEP is "
                 "understood, where the step after an end resets"
             )
+        self._flatten = Flattener(observation_space, self._name) if env.flatten_obs else None
+        if self._flatten is not None:
+            observation_space = spaces.Box(-np.inf, np.inf, (self._flatten.size,), np.float32)
         if not isinstance(observation_space, spaces.Box):
             raise ValueError(
                 f"{self._name} observes a {type(observation_space).__name__} space; only Box is "
-                "supported: flatten it with a wrapper and register that"
+                "supported: set env.flatten_obs=true to observe its parts as one vector"
             )
         dtype = observation_space.dtype
         self._obs_dtype = np.dtype(np.float32) if dtype == np.float64 else np.dtype(dtype)
         self._float_obs = self._obs_dtype.kind == "f"
+        action, self._first_action = read_actions(action_space, self._name)
+        self._bounds = (action.low, action.high) if isinstance(action, Continuous) else None
+        self._counts: Any = 2  # choices in each place of a discrete action
+        if isinstance(action, Discrete | MultiDiscrete):
+            self._counts = np.array(action.num_actions)
+        self._legal = frozenset(range(self._counts)) if isinstance(action, Discrete) else None
+        self._action_shape = (num_envs, *action.shape)
+        self._action_dtype = np.dtype(action_space.dtype)
+        self._starts_at_zero = not np.any(self._first_action)
         self._reuses_obs = reuses_obs
         self.spec = EnvSpec(
             id=task or env.id,
@@ -77,7 +91,7 @@ class BaseVecEnv(ABC):
             num_envs=num_envs,
             obs_shape=tuple(observation_space.shape),
             obs_dtype=self._obs_dtype,
-            action=self._read_actions(action_space, num_envs),
+            action=action,
             frame_skip=env.atari.frame_skip if env.atari else 1,
             max_episode_steps=max_episode_steps,
         )
@@ -223,26 +237,11 @@ class BaseVecEnv(ABC):
             self._return_raw[i] = self._return_train[i] = 0
             self._started[i] = self._num_steps
 
-    def _own(self, obs: np.ndarray) -> np.ndarray:
+    def _own(self, obs: Any) -> np.ndarray:
         """The library's obs in the learner's dtype, as an array that nobody else writes to."""
+        if self._flatten is not None:
+            return self._flatten(obs)
         return obs.astype(self._obs_dtype, copy=self._reuses_obs)
-
-    def _read_actions(self, space: Space, num_envs: int) -> Discrete | Continuous:
-        if isinstance(space, spaces.Discrete) and space.start == 0:
-            self._action_shape: tuple[int, ...] = (num_envs,)
-            self._action_dtype = np.dtype(space.dtype)
-            self._legal: frozenset[int] = frozenset(range(int(space.n)))
-            return Discrete(int(space.n))
-        if isinstance(space, spaces.Box) and np.dtype(space.dtype).kind == "f":
-            self._action_shape = (num_envs, *space.shape)
-            self._action_dtype = np.dtype(space.dtype)
-            self._legal = frozenset()
-            self._low, self._high = space.low, space.high
-            return Continuous(space.low.astype(np.float32), space.high.astype(np.float32))
-        raise ValueError(
-            f"{self._name} takes actions of {space}; only Discrete starting at 0 and Box of floats "
-            "are supported"
-        )
 
     def _checked(self, action: np.ndarray) -> np.ndarray:
         """The action in the library's dtype; a wrong one would step silently, or abort EnvPool."""
@@ -251,25 +250,37 @@ class BaseVecEnv(ABC):
             raise ValueError(
                 f"{self._name}: action has shape {action.shape}, {self._action_shape} is meant"
             )
-        if self._legal:
-            if action.dtype.kind not in "iu" or not self._legal.issuperset(action.tolist()):
+        if self._bounds is None:
+            if action.dtype.kind not in "iu" or not self._in_range(action):
                 self._refuse_discrete(action)
-            return action.astype(self._action_dtype, copy=False)
+            if self._starts_at_zero:
+                return action.astype(self._action_dtype, copy=False)
+            return (action + self._first_action).astype(self._action_dtype)
         if action.dtype.kind not in "fiu":
             raise ValueError(f"{self._name}: action has dtype {action.dtype}, floats are meant")
         if not math.isfinite(np.add.reduce(action, axis=None)):
             self._refuse_nonfinite("action", action)
-        clipped = np.minimum(np.maximum(action, self._low), self._high)
-        return clipped.astype(self._action_dtype, copy=False)
+        low, high = self._bounds
+        return np.minimum(np.maximum(action, low), high).astype(self._action_dtype, copy=False)
+
+    def _in_range(self, action: np.ndarray) -> bool:
+        if self._legal is not None:  # numpy is slower on so few numbers
+            return self._legal.issuperset(action.tolist())
+        return bool(((action >= 0) & (action < self._counts)).all())
 
     def _refuse_discrete(self, action: np.ndarray) -> NoReturn:
-        bad = np.zeros(len(action), dtype=bool)
+        bad = np.zeros(action.shape, dtype=bool)
         if action.dtype.kind in "iuf":
-            bad = ~((action >= 0) & (action < len(self._legal)) & (action == np.floor(action)))
-        env = int(bad.argmax())  # 0 where only the dtype is wrong
+            bad = ~((action >= 0) & (action < self._counts) & (action == np.floor(action)))
+        env = int(bad.reshape(len(action), -1).any(1).argmax())  # 0 where only the dtype is wrong
+        highest = (
+            np.max(self._counts - 1)
+            if self._legal
+            else np.broadcast_to(self._counts - 1, self.spec.action.shape)
+        )
         raise ValueError(
             f"{self._name}: action of environment {env} is {action[env]} ({action.dtype}), "
-            f"an integer from 0 to {len(self._legal) - 1} is meant"
+            f"an integer from 0 to {highest} is meant"
         )
 
     def _refuse_nonfinite(self, what: str, values: np.ndarray) -> None:

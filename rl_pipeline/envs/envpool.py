@@ -64,11 +64,19 @@ class EnvPoolVecEnv(BaseVecEnv):
         assert self._pool._spec._action_keys[:2] == ["env_id", "players.env_id"]
         self._pool_ids = np.arange(num_envs, dtype=np.int32)
         self._action_dtype = np.dtype(self._pool._spec._action_spec[-1][0])
-        names = ["obs" if name.startswith("obs") else name for name in self._pool._state_keys]
-        wanted = ["obs", "reward", "done", "trunc"]
+        names = list(self._pool._state_keys)
+        wanted = ["reward", "done", "trunc"]
         if self._atari:
             wanted += ["info:lives", "info:reward", "info:terminated"]
         self._places = tuple(names.index(name) for name in wanted)
+        paths = self._flatten.paths if self._flatten is not None else [()]
+        # A lone part has a name of its own that its space does not tell.
+        self._obs_places = [
+            names.index(f"obs:{'.'.join(path)}")
+            if path
+            else next(i for i, name in enumerate(names) if name.startswith("obs"))
+            for path in paths
+        ]
 
     def _reset(self) -> np.ndarray:
         obs, info = self._pool.reset()
@@ -82,8 +90,11 @@ class EnvPoolVecEnv(BaseVecEnv):
 
     def _recv(self) -> RawStep:
         state = self._pool_recv()
-        obs, reward, done, truncated, *atari = [state[place] for place in self._places]
+        obs = [state[place] for place in self._obs_places]
+        reward, done, truncated, *atari = [state[place] for place in self._places]
         terminated = done & ~truncated
+        if self._flatten is None:
+            obs = obs[0]
         if not atari:
             return obs, reward, terminated, truncated, None
         lives, raw_reward, game_over = atari
