@@ -147,6 +147,8 @@ def _make(env: EnvSettings, num_envs: int, seed: int, num_threads: int) -> Any:
                 )
     try:
         return envpool.make(task, env_type="gymnasium", **arguments, **env.kwargs)
+    except ImportError as error:  # a system library: Procgen wants Qt
+        raise ValueError(f"EnvPool's {task} does not start here: {error}") from error
     except TypeError as error:
         if not env.kwargs:
             raise
