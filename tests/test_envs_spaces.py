@@ -78,9 +78,8 @@ def test_flattening_agrees_with_gymnasium_on_random_points():
 def test_infinite_parts_still_stop_the_run():
     vec = make("Parts", flatten=True)
     vec.reset()
-    vec._vec.envs[1].unwrapped._observe = lambda: {
-        "box": np.array([[np.nan], [0]]), "one": 0, "rest": (np.zeros(2, np.int8), np.array([0, 5])),
-    }  # fmt: skip
+    broken = counting.Parts()._observe() | {"box": np.array([[np.nan], [0.0]])}
+    vec._vec.envs[1].unwrapped._observe = lambda: broken
     with pytest.raises(ValueError, match="observation of environment 1 is nan"):
         vec.step([0, 0])
 
