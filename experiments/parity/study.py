@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
