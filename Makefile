@@ -3,11 +3,12 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 ARGS ?=
+TASKS ?=
 PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY = true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-all ui sweep learn lint format clean
+.PHONY: help setup train test test-slow test-all ui sweep learn parity lint format clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -40,6 +41,9 @@ sweep: setup ## Compare backends on CartPole: a small sweep that ends in a table
 
 learn: setup ## Prove that PPO learns (about 40 minutes; skips what has a result)
 	$(PY) experiments/learning/study.py $(ARGS)
+
+parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong"; minutes)
+	$(PY) experiments/parity/study.py $(TASKS)
 
 lint: setup ## Check style and types
 	$(VENV)/bin/ruff check .
