@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 
 from rl_pipeline.envs.spaces import Flattener, read_actions
 from rl_pipeline.settings import EnvSettings
-from rl_pipeline.types import Continuous, Discrete, EnvSpec, Episode, MultiDiscrete, Step
+from rl_pipeline.types import Discrete, EnvSpec, Episode, MultiDiscrete, Step
 
 
 def env_seeds(seed: int, num_envs: int) -> list[int]:
@@ -76,7 +76,9 @@ class BaseVecEnv(ABC):
         self._obs_dtype = np.dtype(np.float32) if dtype == np.float64 else np.dtype(dtype)
         self._float_obs = self._obs_dtype.kind == "f"
         action, self._first_action = read_actions(action_space, self._name)
-        self._bounds = (action.low, action.high) if isinstance(action, Continuous) else None
+        self._bounds = None
+        if isinstance(action_space, spaces.Box):  # in the library's dtype: ours may round outwards
+            self._bounds = action_space.low, action_space.high
         self._counts: Any = 2  # choices in each place of a discrete action
         if isinstance(action, Discrete | MultiDiscrete):
             self._counts = np.array(action.num_actions)
@@ -127,7 +129,7 @@ class BaseVecEnv(ABC):
         return self.recv()
 
     def send(self, action: np.ndarray) -> None:
-        """Start a step with one action each: integers [N] or floats [N, *action_shape].
+        """Start a step with one action each, [N, *action_shape]: integers from 0 on, or floats.
 
         Floats are clipped to the box. Raises ValueError for actions of another shape or kind, out
         of range or not finite; RuntimeError before the first `reset` or before the last step was
@@ -273,14 +275,9 @@ class BaseVecEnv(ABC):
         if action.dtype.kind in "iuf":
             bad = ~((action >= 0) & (action < self._counts) & (action == np.floor(action)))
         env = int(bad.reshape(len(action), -1).any(1).argmax())  # 0 where only the dtype is wrong
-        highest = (
-            np.max(self._counts - 1)
-            if self._legal
-            else np.broadcast_to(self._counts - 1, self.spec.action.shape)
-        )
         raise ValueError(
             f"{self._name}: action of environment {env} is {action[env]} ({action.dtype}), "
-            f"an integer from 0 to {highest} is meant"
+            f"an integer from 0 to {self._counts - 1} is meant"
         )
 
     def _refuse_nonfinite(self, what: str, values: np.ndarray) -> None:

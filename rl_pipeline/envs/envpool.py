@@ -64,19 +64,16 @@ class EnvPoolVecEnv(BaseVecEnv):
         assert self._pool._spec._action_keys[:2] == ["env_id", "players.env_id"]
         self._pool_ids = np.arange(num_envs, dtype=np.int32)
         self._action_dtype = np.dtype(self._pool._spec._action_spec[-1][0])
-        names = list(self._pool._state_keys)
+        names: list[str] = list(self._pool._state_keys)
         wanted = ["reward", "done", "trunc"]
         if self._atari:
             wanted += ["info:lives", "info:reward", "info:terminated"]
-        self._places = tuple(names.index(name) for name in wanted)
-        paths = self._flatten.paths if self._flatten is not None else [()]
+        self._first_part = len(wanted) - 3
         # A lone part has a name of its own that its space does not tell.
-        self._obs_places = [
-            names.index(f"obs:{'.'.join(path)}")
-            if path
-            else next(i for i, name in enumerate(names) if name.startswith("obs"))
-            for path in paths
-        ]
+        lone = next(name for name in names if name.startswith("obs"))
+        paths = self._flatten.paths if self._flatten is not None else [()]
+        wanted += [f"obs:{'.'.join(path)}" if path else lone for path in paths]
+        self._places = tuple(names.index(name) for name in wanted)
 
     def _reset(self) -> np.ndarray:
         obs, info = self._pool.reset()
@@ -90,14 +87,14 @@ class EnvPoolVecEnv(BaseVecEnv):
 
     def _recv(self) -> RawStep:
         state = self._pool_recv()
-        obs = [state[place] for place in self._obs_places]
-        reward, done, truncated, *atari = [state[place] for place in self._places]
+        reward, done, truncated, *rest = [state[place] for place in self._places]
         terminated = done & ~truncated
+        obs: Any = rest[self._first_part :]
         if self._flatten is None:
             obs = obs[0]
-        if not atari:
+        if not self._atari:
             return obs, reward, terminated, truncated, None
-        lives, raw_reward, game_over = atari
+        lives, raw_reward, game_over = rest[:3]
         # A game can also end in the no-ops after a life: only the new lives tell.
         unseen = self._ended & (lives > self._lives) & (self._started < self._num_steps)
         self._lives = lives

@@ -72,7 +72,7 @@ def sample(make: Make, env: EnvSettings, games: int, starts: int, num_envs: int 
 
 def compare(reference: Sample, other: Sample) -> Verdict:
     """Facts by equality; first observations, lengths and returns by two-sample tests."""
-    keys = reference.facts.keys() | other.facts.keys()
+    keys = sorted(reference.facts.keys() | other.facts.keys())
     verdict = Verdict([k for k in keys if reference.facts.get(k) != other.facts.get(k)])
     verdict.p_values = {
         "starts": _starts_p(reference.starts, other.starts),
