@@ -37,7 +37,7 @@ class BaseVecEnv(ABC):
     _return_raw: np.ndarray
     _return_train: np.ndarray
     _started: np.ndarray
-    """A game's length is the steps since it started; an end pushes that start over the row that only
+    """A game's length is the steps since it started; an end pushes that past the row that only
     resets."""
 
     def __init__(
