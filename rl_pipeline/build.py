@@ -146,9 +146,11 @@ def study_of(overrides: list[str]) -> tuple[dict[str, Any], str]:
 
 def requested(settings: Settings) -> dict[str, Any]:
     """The choices a comparison groups by, as asked for."""
+    auto = dict.fromkeys(settings.chosen, "auto")
     return {
         "backend": settings.backend.name,
-        "num_envs": settings.backend.num_envs,
+        "num_envs": auto.get("backend.num_envs", settings.backend.num_envs),
+        "lanes": auto.get("backend.lanes", settings.backend.lanes),
         "buffer": settings.buffer.name,
         "placement": settings.buffer.placement,
         "precision": settings.precision.name,
@@ -166,6 +168,8 @@ def make_facts(
     study, name = study_of(overrides)
     plan = runtime.threads
     effective = requested(settings) | {
+        "num_envs": settings.backend.num_envs,
+        "lanes": settings.backend.lanes,
         "device": str(runtime.device),
         "threads": {
             "budget": plan.budget,
@@ -175,6 +179,7 @@ def make_facts(
         },
     }
     reasons = {
+        **settings.chosen,
         **{f"threads.{k}": v for k, v in plan.reasons.items()},
         "device": runtime.device_reason,
     }

@@ -406,7 +406,7 @@ def test_random_streams_differ_by_name_seed_and_index():
 # -- the arrows of the design -------------------------------------------------------------------
 
 LAYERS = [
-    {"types", "settings", "cpus"},
+    {"types", "settings", "cpus", "auto"},
     {"runtime", "phases", "envs", "buffers", "losses", "models"},
     {"policies", "learners"},
     {"loops"},
