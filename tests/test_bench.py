@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 from experiments.envs import bench, steppers  # noqa: E402
 from experiments.envs.paired import Cell, summarize, take_turns  # noqa: E402
+from experiments.vectorization import study  # noqa: E402
+from experiments.vectorization.naive import NaiveEnvs  # noqa: E402
 
 
 class Machine:
@@ -105,8 +107,8 @@ def test_cells_that_cannot_be_are_left_out():
 
 def test_a_wrong_option_is_named():
     with pytest.raises(SystemExit, match="task=pong"):
-        bench.parse(["task=pong"], quick=False)
-    assert bench.parse(["num_envs=4,8", "seconds=0.5"], quick=True).num_envs == (4, 8)
+        bench.parse(["task=pong"], bench.Options())
+    assert bench.parse(["num_envs=4,8", "seconds=0.5"], bench.QUICK).num_envs == (4, 8)
 
 
 def test_a_failed_cell_says_why_and_leaves_the_others(monkeypatch, tmp_path):
@@ -139,7 +141,8 @@ def test_lanes_leave_nothing_under_way():
 def test_every_cell_is_measured(tmp_path):
     """On every backend: rows of true measurements, table, CSV and picture."""
     options = bench.parse(
-        ["tasks=cartpole", "num_envs=2", "repeats=1", "seconds=0.01", f"out={tmp_path}"], False
+        ["tasks=cartpole", "num_envs=2", "repeats=1", "seconds=0.01", f"out={tmp_path}"],
+        bench.Options(),
     )
     rows = bench.measure(options, bench.cells_of(options, budget=1))
     bench.write(options, rows, bench.machine_facts())
@@ -176,3 +179,46 @@ def test_the_sweep_is_logged(tmp_path):
         ):
             counts += store.execute(f"select count(*) from {query}").fetchone()
     assert counts == [len(rows), len(rows), len(rows) + 1]
+
+
+# -- the vectorization study ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["cartpole", "pendulum", "breakout"])
+def test_the_naive_loop_gives_the_same_as_backend_gymnasium(task):
+    cell = Cell(task, "gymnasium", 2, None)
+    ours = steppers.make_ours(cell, 5)
+    naive = NaiveEnvs(steppers.settings_of(cell).env, 2, 5)
+    assert np.array_equal(ours.reset(), naive.reset())
+    games = 0
+    for action in steppers.draw_actions(ours.spec, np.random.default_rng(0)) * 4:
+        for mine, theirs in zip(ours.step(action), naive.step(action), strict=True):
+            assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
+        episodes = ours.pop_episodes()
+        games += len(episodes)
+        assert [e._replace(return_raw=pytest.approx(e.return_raw, rel=1e-6),
+                           return_train=pytest.approx(e.return_train, rel=1e-6))
+                for e in naive.pop_episodes()] == episodes  # fmt: skip
+    assert games > 0
+    ours.close()
+    naive.close()
+
+
+def test_the_study_measures_every_way(monkeypatch, tmp_path):
+    arguments = ["tasks=cartpole", "num_envs=2", "threads=1", "repeats=2", "seconds=0.01"]
+    monkeypatch.setattr(sys, "argv", ["study", *arguments, f"out={tmp_path}"])
+    study.main()
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == ["naive", *bench.Options().backends]
+    assert all(row["env_steps_per_s"] > 0 for row in rows)
+    assert (rows[0]["speedup"], rows[0]["speedup_low"]) == (1, 1)
+    assert (tmp_path / "vectorization.png").stat().st_size > 10_000
+
+
+def test_speed_ups_are_paired_and_the_answer_follows_from_the_rows():
+    timings = [{"naive": 4e-5 * s, "envpool": 1e-5 * s, "valid": 1.0} for s in (1, 2, 10)]
+    rows = study.rows_of("pong", 8, timings)
+    assert (rows[1]["speedup_low"], rows[1]["speedup_high"]) == pytest.approx((4, 4))
+    assert "envpool with 8 environments makes 400,000 env steps/s, 4.0 times" in study.answer(rows)
+    slower = study.rows_of("pong", 8, [{"naive": 1e-5, "envpool": 2e-5, "valid": 1.0}])
+    assert "nothing beats the naive loop" in study.answer(slower)

@@ -66,9 +66,8 @@ QUICK = Options(
 )
 
 
-def parse(arguments: list[str], quick: bool) -> Options:
-    """Options from `key=value`; raises SystemExit naming a wrong one."""
-    options = QUICK if quick else Options()
+def parse(arguments: list[str], options: Options) -> Options:
+    """`options` changed by `key=value`; raises SystemExit naming a wrong one."""
     kinds = {field.name: type(getattr(options, field.name)) for field in fields(Options)}
     changes: dict[str, Any] = {}
     for argument in arguments:
@@ -308,7 +307,8 @@ def log_sweep(
 def main() -> None:
     """Measure, write, log; exit code 1 if a cell failed."""
     warnings.filterwarnings("ignore", message=".*precision lowered by casting")
-    options = parse(sys.argv[1:], bool(int(os.environ.get("QUICK") or 0)))
+    quick = bool(int(os.environ.get("QUICK") or 0))
+    options = parse(sys.argv[1:], QUICK if quick else Options())
     facts = machine_facts()
     cells = cells_of(options, facts["cores"])
     rows = measure(options, cells)
