@@ -47,7 +47,9 @@ def train(env: str, num_envs: int, arm: str, wall_s: float, cores: int) -> dict[
             f"max_wall_s={wall_s}", "total_steps=100_000_000", "eval.episodes=0",
             "tracking=none", "checkpoint.every_steps=0", f"hydra.run.dir={folder}/run",
         ]  # fmt: skip
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environ)
+        done = subprocess.run(command, capture_output=True, text=True, env=environ)
+        if done.returncode:
+            raise SystemExit(done.stderr)
         result = json.loads(Path(folder, "run", "result.json").read_text())
     shares = {name: phase["share"] for name, phase in result["phases"].items()}
     return {
