@@ -261,9 +261,9 @@ def line_panels(path: Path, panels: Sequence[dict[str, Any]], rows: int = 2) -> 
     handles: dict[str, Any] = {}
     for axis in axes.flat:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    figure.tight_layout(rect=(0, 0.04 * math.ceil(len(handles) / 5), 1, 1))
+    figure.tight_layout(rect=(0, 0.03 + 0.03 * math.ceil(len(handles) / (2 * columns)), 1, 1))
     figure.legend(
-        list(handles.values()), list(handles), loc="lower center", ncols=5, frameon=False,
+        list(handles.values()), list(handles), loc="lower center", ncols=2 * columns, frameon=False,
         fontsize=8,
     )  # fmt: skip
     figure.savefig(path, dpi=110)

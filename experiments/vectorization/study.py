@@ -131,6 +131,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*precision lowered by casting")
     quick = bool(int(os.environ.get("QUICK") or 0))
     options = bench.parse(sys.argv[1:], QUICK if quick else FULL)
+    if len(options.threads) > 1:
+        raise SystemExit("threads=... takes one number here: a way is one line of the picture")
     facts = bench.machine_facts()
     groups: dict[tuple[str, int], list[Cell]] = {}
     for cell in bench.cells_of(options, facts["cores"]):
