@@ -254,7 +254,7 @@ def recipe_of(algo: str, env: str) -> str:
     file = _option_file("env", env)
     if file is None or _option_file("recipe", own):
         return own
-    for default in OmegaConf.load(file).get("defaults", ()):
+    for default in OmegaConf.select(OmegaConf.load(file), "defaults", default=()):
         if found := re.fullmatch(r"base/(\w+)@_here_", str(default)):
             return f"{algo}_{found.group(1)}"
     return own

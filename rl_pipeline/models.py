@@ -7,10 +7,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rl_pipeline.precision import FP32, Arithmetic
 from rl_pipeline.settings import NetworkSettings
-from rl_pipeline.types import Continuous, Discrete, EnvSpec
+from rl_pipeline.types import (
+    ActionSpace,
+    Continuous,
+    Discrete,
+    EnvSpec,
+    MultiBinary,
+    MultiDiscrete,
+)
 
 
 class FlatParameters:
@@ -230,9 +238,86 @@ class Gaussian:
         return self.log_prob(params, action), entropy
 
 
-def make_distribution(action: Discrete | Continuous) -> Categorical | Gaussian:
+class MultiCategorical:
+    """Independent Categoricals; parameters are their logits side by side [B, sum of A_k]."""
+
+    def __init__(self, action: MultiDiscrete) -> None:
+        self._sizes = list(action.num_actions)
+        self._parts = [Categorical(Discrete(size)) for size in self._sizes]
+        self.num_params = sum(self._sizes)
+
+    def noise(self, rows: int, generator: torch.Generator) -> Tensor:
+        """What `sample` makes random, [rows, sum of A_k]."""
+        return torch.cat([part.noise(rows, generator) for part in self._parts], -1)
+
+    def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """Actions [B, K]."""
+        pairs = zip(self._split(logits), noise.split(self._sizes, -1), strict=True)
+        return torch.stack([part.sample(x, part_noise) for (part, x), part_noise in pairs], -1)
+
+    def mode(self, logits: Tensor) -> Tensor:
+        """The most likely actions [B, K]."""
+        return torch.stack([part.mode(x) for part, x in self._split(logits)], -1)
+
+    def log_prob(self, logits: Tensor, action: Tensor) -> Tensor:
+        """log pi(a|s) [B]."""
+        return self.log_prob_entropy(logits, action)[0]
+
+    def log_prob_entropy(self, logits: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """log pi(a|s) [B] and the entropy [B] in nats: the sums over the parts."""
+        pairs = zip(self._split(logits), action.unbind(-1), strict=True)
+        terms = [part.log_prob_entropy(x, a) for (part, x), a in pairs]
+        log_probs, entropies = zip(*terms, strict=True)
+        return torch.stack(log_probs).sum(0), torch.stack(entropies).sum(0)
+
+    def _split(self, logits: Tensor) -> list[tuple[Categorical, Tensor]]:
+        return list(zip(self._parts, logits.split(self._sizes, -1), strict=True))
+
+
+class Bernoulli:
+    """Independent bits; parameters are the logits [B, K] of a 1."""
+
+    def __init__(self, action: MultiBinary) -> None:
+        self.num_params = action.num_bits
+
+    def noise(self, rows: int, generator: torch.Generator) -> Tensor:
+        """What `sample` makes random, [rows, K]."""
+        shape = (rows, self.num_params)
+        return torch.empty(shape, device=generator.device).uniform_(generator=generator)
+
+    def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """Actions [B, K]."""
+        return (noise < logits.sigmoid()).long()
+
+    def mode(self, logits: Tensor) -> Tensor:
+        """The most likely actions [B, K]."""
+        return (logits > 0).long()
+
+    def log_prob(self, logits: Tensor, action: Tensor) -> Tensor:
+        """log pi(a|s) [B]."""
+        # A bit's log-probability is logsigmoid(logit), with the logit's sign flipped for a 0.
+        return F.logsigmoid(logits * (2 * action - 1)).sum(-1)
+
+    def log_prob_entropy(self, logits: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """log pi(a|s) [B] and the entropy [B] in nats: the sums over the bits."""
+        entropy = F.softplus(logits) - logits * logits.sigmoid()
+        return self.log_prob(logits, action), entropy.sum(-1)
+
+
+Distribution = Categorical | MultiCategorical | Bernoulli | Gaussian
+
+
+def make_distribution(action: ActionSpace) -> Distribution:
     """The action distribution of a space."""
-    return Categorical(action) if isinstance(action, Discrete) else Gaussian(action)
+    match action:
+        case Discrete():
+            return Categorical(action)
+        case MultiDiscrete():
+            return MultiCategorical(action)
+        case MultiBinary():
+            return Bernoulli(action)
+        case Continuous():
+            return Gaussian(action)
 
 
 class ActorCritic(nn.Module):
@@ -242,7 +327,7 @@ class ActorCritic(nn.Module):
         self,
         network: NetworkSettings,
         spec: EnvSpec,
-        distribution: Categorical | Gaussian,
+        distribution: Distribution,
         log_std_init: float,
         generator: torch.Generator,
         arithmetic: Arithmetic = FP32,

@@ -62,7 +62,7 @@ def make_runtime(precision: str, compiled: str) -> Runtime:
             capture = StandIn()
             plan = CompilePlan(compiled, captured(as_traced, capture), capture)
     arithmetic.apply()
-    return Runtime(DEVICE, "", ThreadPlan(1, 1, 1), 3, arithmetic, plan, CompileLog())
+    return Runtime(DEVICE, "", ThreadPlan(1, 1, 1, 1), 3, arithmetic, plan, CompileLog())
 
 
 @dataclass

@@ -18,11 +18,13 @@ from pydantic import ValidationError
 from rl_pipeline import config
 from rl_pipeline.config import ConfigError
 
+SAMPLES = "cartpole lunarlander halfcheetah pong atari gym envpool dm_control minigrid procgen"
 OPTIONS = [
     f"{group.name}={option.stem}"
     for group in sorted(config.CONF.iterdir())
     if group.is_dir() and group.name not in ("hydra", "recipe", "sweep", "local")
     for option in sorted(group.glob("*.yaml"))
+    if group.name != "env" or option.stem in SAMPLES.split()
 ]
 
 
@@ -69,17 +71,21 @@ def test_recipes_apply_and_the_command_line_wins_over_them(env, recipe):
 
 
 def test_the_57_games_and_the_mujoco_tasks_go_by_name():
-    tasks = [settings(f"env={file.stem}").env for file in (config.CONF / "env").glob("*.yaml")
-             if "id: ???" not in file.read_text()]  # fmt: skip
-    games = [task for task in tasks if task.kind == "atari"]
+    files = {file.stem: OmegaConf.load(file) for file in (config.CONF / "env").glob("*.yaml")}
+    tasks = {name: task for name, task in files.items() if not OmegaConf.is_missing(task, "id")}
+    games = {name: task for name, task in tasks.items() if "base/atari@_here_" in task.defaults}
     assert len(games) == 57
-    for game in games:
-        words = "".join(word.capitalize() for word in game.name.split("_"))
-        assert (game.id, game.envpool_id) == (f"ALE/{words}-v5", f"{words}-v5")
-    assert sum(task.kind == "mujoco" for task in tasks) == 11
+    for name, task in tasks.items():
+        words = "".join(word.capitalize() for word in name.split("_"))
+        if name in games:
+            assert (task.id, task.envpool_id) == (f"ALE/{words}-v5", f"{words}-v5")
+        assert task.name == name
+        # What differs is all that a file says; SAMPLES of them are composed.
+        assert task.keys() == {"name", "id", "envpool_id", "defaults"}
+    assert sum("base/mujoco@_here_" in task.defaults for task in tasks.values()) == 11
     gym.register_envs(ale_py)
-    assert {task.id for task in tasks} <= gym.registry.keys()
-    assert {task.envpool_id for task in tasks} <= set(envpool.list_all_envs())
+    assert {task.id for task in tasks.values()} <= gym.registry.keys()
+    assert {task.envpool_id for task in tasks.values()} <= set(envpool.list_all_envs())
 
 
 def test_a_recipe_of_ones_own_wins_over_the_family_s(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ SPEC = EnvSpec("test", "test", 2, (3,), np.dtype(np.float32), Discrete(4))
 
 def learner(spec: EnvSpec = SPEC, activation: str = "relu", **cfg) -> DQN:
     network = NetworkSettings(name="mlp", hidden=(16, 8), activation=activation)
-    runtime = Runtime(CPU, "", ThreadPlan(1, 1, 1), seed=3)
+    runtime = Runtime(CPU, "", ThreadPlan(1, 1, 1, 1), seed=3)
     return DQN(DQNSettings(name="dqn", **cfg), network, spec, runtime, NullPhases())
 
 
@@ -149,7 +149,7 @@ def test_numpy_acts_on_the_weights_of_now_and_equals_torch(activation):
 def test_images_act_through_torch():
     spec = EnvSpec("t", "t", 2, (4, 84, 84), np.dtype(np.uint8), Discrete(3))
     network = NetworkSettings(name="nature_cnn", hidden=(8,), activation="relu")
-    runtime = Runtime(CPU, "", ThreadPlan(1, 1, 1), seed=3)
+    runtime = Runtime(CPU, "", ThreadPlan(1, 1, 1, 1), seed=3)
     dqn = DQN(DQNSettings(name="dqn"), network, spec, runtime, NullPhases())
     assert numpy_forward(dqn._net) is None
     assert dqn.act_greedy(np.zeros((2, 4, 84, 84), np.uint8)).shape == (2,)

@@ -33,7 +33,7 @@ def learner(
     runtime: Runtime | None = None,
     **cfg,
 ) -> PPO:
-    runtime = runtime or Runtime(CPU, "", ThreadPlan(1, 1, 1), seed=3)
+    runtime = runtime or Runtime(CPU, "", ThreadPlan(1, 1, 1, 1), seed=3)
     options = {"name": "ppo", "horizon": 8, "num_minibatches": 2} | cfg
     network = NetworkSettings(name="mlp", hidden=(16,))
     return PPO(PPOSettings(**options), network, spec(num_envs, action), runtime, NullPhases())
