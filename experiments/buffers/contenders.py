@@ -43,7 +43,7 @@ class Task:
             self._actions = rng.integers(0, 6, (64, NUM_ENVS))
         else:
             self._actions = rng.standard_normal((64, NUM_ENVS, 6)).astype(np.float32)
-        self.no = np.zeros(NUM_ENVS, bool)
+        self.no, self.yes = np.zeros(NUM_ENVS, bool), np.ones(NUM_ENVS, bool)
 
     def step(self, t: int):
         """obs, action, reward, next_obs of step t: one endless game, frames in a cycle of 64."""
@@ -94,7 +94,7 @@ class Ours(Contender):
     def add(self, t: int) -> None:
         task = self._task
         obs, action, reward, next_obs = task.step(t)
-        step = Step(next_obs, reward, reward, task.no, task.no, ~task.no, task.ids)
+        step = Step(next_obs, reward, reward, task.no, task.no, task.yes, task.ids)
         self._buffer.add(obs, action, {}, step)
 
     def fill(self, rows: int) -> None:

@@ -60,18 +60,18 @@ class Replay(Ring):
         obs: np.ndarray | None,
         given: np.ndarray,
         extras: Mapping[str, Tensor],
-        reported: tuple[np.ndarray, ...],
+        reported: np.ndarray,
         num_changed: int,
         num_written: int,
     ) -> None:
-        changed, written, source, which = reported
         if self._states and obs is not None:
-            self._keep_states(written[:num_written], source, which, extras)
+            _, written, source, which = reported[:, :num_written]
+            self._keep_states(written, source, which, extras)
         if self._priorities is not None:
             usual = self._max_priority**self._priorities.alpha
             kernels.weigh(
-                written, source, num_written if obs is not None else 0, given, usual, changed,
-                num_changed, self._meta, self._mass, self._tree, self._starts,
+                reported, num_changed, num_written if obs is not None else 0, given, usual,
+                self._meta, self._mass, self._tree, self._starts,
             )  # fmt: skip
 
     def _keep_states(
@@ -82,13 +82,13 @@ class Replay(Ring):
         extras: Mapping[str, Tensor],
     ) -> None:
         """Store the states that rows at the begin of a sequence came with."""
-        plan, num = self.layout, len(written)
+        plan = self.layout
         time = written // plan.num_envs
-        begins = (time % plan.stride == 0) & (which[:num] == plan.depth - 1)
+        begins = (time % plan.stride == 0) & (which == plan.depth - 1)
         place = (time[begins] // plan.stride, written[begins] % plan.num_envs)
         for name, state in self._states.items():
             given = extras[name].detach().cpu().numpy().reshape(-1, *state.shape[2:])
-            state[place] = given[source[:num][begins]]
+            state[place] = given[source[begins]]
 
     # -- drawing -----------------------------------------------------------------------------
 
