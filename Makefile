@@ -7,10 +7,10 @@ PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY = true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-all ui sweep learn lint format clean
+.PHONY: help setup train test test-slow test-all ui sweep learn bench-buffers lint format clean
 
 help: ## Show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-13s %s\n", $$1, $$2}'
 	@echo '  ARGS="env=pong seed=2" adds overrides to train and sweep'
 
 setup: $(VENV)/.installed ## Create .venv and install (all other targets do it themselves)
@@ -40,6 +40,10 @@ sweep: setup ## Compare backends on CartPole: a small sweep that ends in a table
 
 learn: setup ## Prove that PPO learns (about 40 minutes; skips what has a result)
 	$(PY) experiments/learning/study.py $(ARGS)
+
+bench-buffers: setup ## Compare replay buffers with others' (about 10 minutes; QUICK=1: under 3)
+	$(PY) -m pip install -q -c constraints.txt -e '.[dev,bench]'
+	$(PY) experiments/buffers/bench.py
 
 lint: setup ## Check style and types
 	$(VENV)/bin/ruff check .

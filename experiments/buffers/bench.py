@@ -24,7 +24,7 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from contenders import CONTENDERS, HAVE_PRIORITIES, Contender, Task  # noqa: E402
+from contenders import CONTENDERS, HAVE_PRIORITIES, Contender, NotHere, Task  # noqa: E402
 
 from rl_pipeline import report  # noqa: E402
 from rl_pipeline.cpus import cpu_budget  # noqa: E402
@@ -40,6 +40,9 @@ FILLS = {
 TURNS = 7 if QUICK else 21
 TURN_S = 0.01 if QUICK else 0.03
 """Least seconds of one turn."""
+
+ABSENT: dict[str, str] = {}
+"""Contenders that cannot run here, and why."""
 
 
 def timed(call: Callable[[], Any], calls: int) -> float:
@@ -97,7 +100,11 @@ def measure(task: Task, prioritized: bool, fill: int) -> list[dict[str, Any]]:
     buffers: dict[str, Contender] = {}
     for name in names:
         rss = psutil.Process().memory_info().rss
-        buffers[name] = CONTENDERS[name](task, fill, prioritized)
+        try:
+            buffers[name] = CONTENDERS[name](task, fill, prioritized)
+        except NotHere as error:
+            ABSENT[f"{name}, {'prioritized' if prioritized else 'uniform'}"] = str(error)
+            continue
         buffers[name].fill(fill)
         grown = (psutil.Process().memory_info().rss - rss) / fill
         said = buffers[name].nbytes()
@@ -200,6 +207,7 @@ def tables(cells: list[dict[str, Any]]) -> str:
         f"{sum(map(passes, cells))} of {len(cells)} cells meet their bar; at least 2x the fastest "
         f"Python peer in {twice} of {against}.\n",
         *(f"- {line}" for line in growth(cells)),
+        *(f"- {name} is missing: {why}" for name, why in ABSENT.items()),
         "\nBytes a transition: growth of the process (what the buffer says it stores).\n",
         report.markdown(["task", "sampler", "rows", *names], memory),
     ])  # fmt: skip
@@ -252,7 +260,9 @@ def main() -> None:
             for fill in fills:
                 cells += measure(Task(name), prioritized, fill)
                 gc.collect()
-    (HERE / "bench.json").write_text(json.dumps({"facts": about, "cells": cells}, indent=1) + "\n")
+    (HERE / "bench.json").write_text(
+        json.dumps({"facts": about, "absent": ABSENT, "cells": cells}, indent=1) + "\n"
+    )
     text = tables(cells)
     lines = [f"- {key}: {value}" for key, value in about.items()]
     (HERE / "table.md").write_text(text + "\nMeasured on:\n\n" + "\n".join(lines) + "\n")

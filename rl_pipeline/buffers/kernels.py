@@ -116,11 +116,10 @@ def _filled(words, first, frame, depth):
 
 
 @compiled
-def _mark(e, k, head, T, N, stride, meta, size, changed, num):
+def _mark(k, slot, head, T, stride, meta, size, changed, num):
     """Row `k` becomes drawable, if its stack is still whole with `head` rows written."""
-    slot = (k % T) * N + e
     flags = meta[slot, FLAGS]
-    if not flags & VALID or flags & DRAWABLE or k % stride:
+    if not flags & VALID or flags & DRAWABLE or (stride > 1 and k % stride):
         return num
     if k - np.int64(meta[slot, HISTORY]) < head - T:
         return num
@@ -131,33 +130,34 @@ def _mark(e, k, head, T, N, stride, meta, size, changed, num):
 
 
 @compiled
-def _complete(e, k, T, N, span, stride, meta, size, changed, num):
+def _complete(k, slot, T, N, span, stride, meta, size, changed, num):
     """Row `k` was written (or made a reset row): which rows before it are complete now?"""
-    if meta[(k % T) * N + e, FLAGS] & VALID:
-        if k >= span:
-            num = _mark(e, k - span, k + 1, T, N, stride, meta, size, changed, num)
-        return num
+    whole = (meta[slot, FLAGS] & VALID) != 0
     for j in range(1, min(span, k) + 1):
-        r = k - j
-        if not meta[(r % T) * N + e, FLAGS] & VALID:
+        slot -= N
+        if slot < 0:
+            slot += meta.shape[0]
+        if whole and j < span:
+            continue  # complete with `span` rows after it, or at an end
+        if not meta[slot, FLAGS] & VALID:
             break
-        num = _mark(e, r, k + 1, T, N, stride, meta, size, changed, num)
+        num = _mark(k - j, slot, k + 1, T, stride, meta, size, changed, num)
     return num
 
 
 @compiled
-def _free(e, k, T, N, depth, meta, size, changed, num):
+def _free(k, slot, T, N, depth, meta, size, changed, num):
     """Row `k` takes the slot of row `k - T`: that row, and those whose stack reaches it, go."""
     for j in range(min(depth, T)):
-        r = k - T + j
-        if r < 0 or r >= k:
-            continue
-        slot = (r % T) * N + e
-        if meta[slot, FLAGS] & DRAWABLE and np.int64(meta[slot, HISTORY]) >= j:
-            meta[slot, FLAGS] -= np.uint32(DRAWABLE)
-            size[0] -= 1
-            changed[num] = slot
-            num += 1
+        if k - T + j >= 0 and meta[slot, FLAGS] & DRAWABLE:
+            if np.int64(meta[slot, HISTORY]) >= j:
+                meta[slot, FLAGS] -= np.uint32(DRAWABLE)
+                size[0] -= 1
+                changed[num] = slot
+                num += 1
+        slot += N
+        if slot >= meta.shape[0]:
+            slot -= meta.shape[0]
     return num
 
 
@@ -186,7 +186,8 @@ def append(
         if e < 0 or e >= N:
             return BAD_ENV, e
         k = counts[e]
-        before = ((k - 1) % T) * N + e
+        slot = (k % T) * N + e
+        before = slot - N if slot >= N else slot - N + meta.shape[0]
         begins = broken[e] != 0
         follows_reset = not begins and not meta[before, FLAGS] & VALID
         if not begins and valid[row] and meta[before, FLAGS] & (TERMINATED | TRUNCATED):
@@ -206,8 +207,7 @@ def append(
             else:
                 history = depth - 1
         for p in range(pads + 1):
-            num_changed = _free(e, k, T, N, depth, meta, size, changed, num_changed)
-            slot = (k % T) * N + e
+            num_changed = _free(k, slot, T, N, depth, meta, size, changed, num_changed)
             frame = depth - 1 - (pads - p)
             if keep_frames:
                 for w in range(W):
@@ -226,10 +226,11 @@ def append(
             meta[slot, HISTORY] = np.uint32(history) if real else np.uint32(p)
             for w in range(words):
                 meta[slot, ACTION + w] = action[row * words + w] if real else np.uint32(0)
-            num_changed = _complete(e, k, T, N, span, stride, meta, size, changed, num_changed)
+            num_changed = _complete(k, slot, T, N, span, stride, meta, size, changed, num_changed)
             written[num_written], source[num_written], which[num_written] = slot, row, frame
             num_written += 1
             k += 1
+            slot = slot + N if slot + N < meta.shape[0] else slot + N - meta.shape[0]
         counts[e] = k
         broken[e] = 0
         # Only where the next row will be compared with this one.
@@ -254,7 +255,7 @@ def cut(env_ids, T, span, stride, meta, counts, broken, size, out):
         k = counts[e] - 1
         slot = (k % T) * N + e
         meta[slot, FLAGS] = np.uint32(0)
-        num_changed = _complete(e, k, T, N, span, stride, meta, size, changed, num_changed)
+        num_changed = _complete(k, slot, T, N, span, stride, meta, size, changed, num_changed)
         written[num_written] = slot
         num_written += 1
     return num_changed, num_written

@@ -45,6 +45,8 @@ class Replay(Ring):
             for name, shape in self._state_shapes.items()
         }
 
+        self._stores = bool(self._states) or plan.prioritized
+
     def _allocate_frames(self, shape: tuple[int, int]) -> np.ndarray:
         layout.refuse_if_too_large(self.layout, layout.available_memory(), "of memory")
         return np.zeros(shape, self._word)

@@ -94,6 +94,10 @@ class Ring(ABC):
     """The kernel that keeps the books also writes the frames."""
     _fanout = layout.FANOUT
     """Children of a node of the sum tree."""
+    _announces = False
+    """`_announce` has something to do."""
+    _stores = True
+    """`_store` has something to do."""
     _always_weighs = False
     """Uniform draws use the sum tree too."""
 
@@ -132,6 +136,14 @@ class Ring(ABC):
         self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
         self._allocate_books()
         self._allocate()
+        # Put together once: at a few microseconds an `add` every look-up shows.
+        plan = self.layout
+        self._how = (plan.rows, plan.depth, self._span, plan.stride, self._keeps_frames)
+        self._what = (
+            self._frames, self._meta, self._meta_f, self._counts, self._broken, self._last,
+            self._size,
+        )  # fmt: skip
+        self._room_for = 0
 
     def _allocate_books(self) -> None:
         plan, box = self.layout, self.spec.action
@@ -207,7 +219,7 @@ class Ring(ABC):
         self._append(
             obs.reshape(-1, *obs.shape[2:]),
             action.reshape(-1, *action.shape[2:]),
-            Step(steps.obs, *(x.reshape(-1) for x in steps[1:-1]), env_ids=steps.env_ids),
+            Step._make([steps.obs, *(x.reshape(-1) for x in steps[1:-1]), steps.env_ids]),
             given,
             {name: x.reshape(-1, *x.shape[2:]) for name, x in (extras or {}).items()},
         )
@@ -236,7 +248,7 @@ class Ring(ABC):
         extras: Mapping[str, Tensor],
     ) -> None:
         """L rows of n environments, all but `step.env_ids` [n] as [L * n, ...]."""
-        plan, spec, rows = self.layout, self.spec, len(step.reward)
+        spec, rows = self.spec, len(step.reward)
         if obs.dtype != spec.obs_dtype or obs.shape[1:] != spec.obs_shape or len(obs) != rows:
             raise ValueError(
                 f"observations {obs.dtype} {obs.shape} do not fit {spec.id}'s {spec.obs_dtype} "
@@ -244,19 +256,18 @@ class Ring(ABC):
             )
         if len(action) != rows or action.shape[1:] != self._action_shape:
             raise ValueError(f"actions {action.shape} do not fit {(rows, *self._action_shape)}")
-        if extras.keys() != self._state_shapes.keys():
+        if (extras or self._state_shapes) and extras.keys() != self._state_shapes.keys():
             raise ValueError(f"extras {sorted(extras)} given, {sorted(self._state_shapes)} stored")
         if action.dtype != self._action_dtype:
             action = action.astype(self._action_dtype)
         with self.lock:
-            outputs = self._outputs(rows)
-            self._announce(step.env_ids, rows)
+            outputs = self._outputs(rows) if rows > self._room_for else self._reported
+            if self._announces:
+                self._announce(step.env_ids, rows)
             num_changed, num_written = kernels.append(
                 obs.ravel().view(self._word), action.ravel().view(np.uint32), step.reward,
                 step.terminated, step.truncated, step.valid, step.env_ids,
-                plan.rows, plan.depth, self._span, plan.stride, self._keeps_frames,
-                self._frames, self._meta, self._meta_f, self._counts, self._broken, self._last,
-                self._size, outputs,
+                *self._how, *self._what, outputs,
             )  # fmt: skip
             if num_changed < 0:
                 raise self._refusal(num_changed, num_written)
@@ -264,7 +275,8 @@ class Ring(ABC):
             if priorities is not None and self._priorities is not None:
                 given = priorities**self._priorities.alpha
                 self._raise_largest(priorities)
-            self._store(obs, given, extras, outputs, num_changed, num_written)
+            if self._stores:
+                self._store(obs, given, extras, outputs, num_changed, num_written)
 
     def _announce(self, env_ids: np.ndarray, rows: int) -> None:  # noqa: B027, for memmap
         """Up to `rows` observations of these environments are about to be written."""
@@ -293,9 +305,9 @@ class Ring(ABC):
         """Room for what the kernels report, see `kernels.append`."""
         # Each row may need the older frames of its stack; each written one may change the rows
         # whose stacks reach into its slot, and those it completes.
-        most = rows * self.layout.depth * (self.layout.depth + self._span)
-        if self._reported.shape[1] < most:
-            self._reported = np.empty((4, most), np.int64)
+        if rows > self._room_for:
+            most = rows * self.layout.depth * (self.layout.depth + self._span)
+            self._reported, self._room_for = np.empty((4, most), np.int64), rows
         return self._reported
 
     def _refusal(self, code: int, env: int) -> ValueError:
