@@ -28,6 +28,7 @@ from contenders import CONTENDERS, HAVE_PRIORITIES, Contender, NotHere, Task  # 
 
 from rl_pipeline import report  # noqa: E402
 from rl_pipeline.cpus import cpu_budget  # noqa: E402
+from rl_pipeline.runtime import keep_freed_memory  # noqa: E402
 from rl_pipeline.telemetry.provenance import provenance  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -99,20 +100,12 @@ def measure(task: Task, prioritized: bool, fill: int) -> list[dict[str, Any]]:
     names = [n for n in CONTENDERS if not prioritized or n in HAVE_PRIORITIES]
     buffers: dict[str, Contender] = {}
     for name in names:
-        rss = psutil.Process().memory_info().rss
         try:
             buffers[name] = CONTENDERS[name](task, fill, prioritized)
         except NotHere as error:
             ABSENT[f"{name}, {'prioritized' if prioritized else 'uniform'}"] = str(error)
             continue
         buffers[name].fill(fill)
-        grown = (psutil.Process().memory_info().rss - rss) / fill
-        said = buffers[name].nbytes()
-        print(
-            f"  {name}: {grown:.0f} bytes a transition of process memory"
-            + (f", {said / fill:.0f} stored" if said else ""), flush=True,
-        )  # fmt: skip
-        buffers[name].bytes_grown, buffers[name].bytes_stored = grown, said and said / fill
     cells = []
     cell = {"task": task.name, "sampler": "prioritized" if prioritized else "uniform", "fill": fill}
 
@@ -127,7 +120,7 @@ def measure(task: Task, prioritized: bool, fill: int) -> list[dict[str, Any]]:
         if prioritized:
             add("sample+update", batch, {n: updating(b, batch) for n, b in buffers.items()})
     add("add", 8, {n: adding(b) for n, b in buffers.items()})
-    cells[-1]["bytes"] = {n: [b.bytes_grown, b.bytes_stored] for n, b in buffers.items()}
+    cells[-1]["bytes"] = {n: b.nbytes() / fill for n, b in buffers.items()}
     return cells
 
 
@@ -194,10 +187,7 @@ def tables(cells: list[dict[str, Any]]) -> str:
     for cell in cells:
         if "bytes" in cell:
             sizes = [cell["bytes"].get(n) for n in names]
-            shown = [
-                "-" if s is None else f"{s[0]:,.0f}" + (f" ({s[1]:,.0f})" if s[1] else "")
-                for s in sizes
-            ]
+            shown = ["-" if s is None else f"{s:,.0f}" for s in sizes]
             memory.append([cell["task"], cell["sampler"], f"{cell['fill']:,}", *shown])
     twice = sum(verdict(c)["python"][1] >= 2 for c in cells if "python" in verdict(c))
     against = sum("python" in verdict(c) for c in cells)
@@ -208,7 +198,7 @@ def tables(cells: list[dict[str, Any]]) -> str:
         f"Python peer in {twice} of {against}.\n",
         *(f"- {line}" for line in growth(cells)),
         *(f"- {name} is missing: {why}" for name, why in ABSENT.items()),
-        "\nBytes a transition: growth of the process (what the buffer says it stores).\n",
+        "\nBytes stored for a transition, without the interpreter's own (a deque's are many).\n",
         report.markdown(["task", "sampler", "rows", *names], memory),
     ])  # fmt: skip
 
@@ -256,6 +246,8 @@ def main() -> None:
     for name, fills in FILLS.items():
         # As a run of that kind sets it: a small MLP one thread, a CNN the whole budget.
         torch.set_num_threads(1 if name == "vector" else cpu_budget()[0])
+        if name == "atari":
+            keep_freed_memory()
         for prioritized in (False, True):
             for fill in fills:
                 cells += measure(Task(name), prioritized, fill)

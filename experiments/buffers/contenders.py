@@ -58,11 +58,6 @@ class NotHere(Exception):
 class Contender(ABC):
     """One buffer under test."""
 
-    bytes_grown: float
-    """Growth of the process for one transition."""
-    bytes_stored: float | None
-    """Bytes for one transition, as far as it tells."""
-
     @abstractmethod
     def add(self, t: int) -> None:
         """Store step t of all environments."""
@@ -80,9 +75,9 @@ class Contender(ABC):
         for t in range(-(-rows // NUM_ENVS)):
             self.add(t)
 
-    def nbytes(self) -> int | None:
-        """Bytes of storage, where it says so."""
-        return None
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of what is stored."""
 
 
 class Ours(Contender):
@@ -190,7 +185,7 @@ class TorchRL(Contender):
             try:
                 import torchrl._torchrl  # noqa: F401
             except ImportError as error:
-                text = str(error).splitlines()[0][-60:]
+                text = str(error).partition(": ")[2][:40]
                 raise NotHere(
                     f"its compiled sum tree does not load with this torch ({text})"
                 ) from error
@@ -251,6 +246,7 @@ class Cpprb(Contender):
             self._buffer = cpprb.PrioritizedReplayBuffer(capacity, fields, alpha=ALPHA)
         else:
             self._buffer = cpprb.ReplayBuffer(capacity, fields)
+        self._fields = fields
         self._extra = {"beta": BETA} if prioritized else {}
 
     def add(self, t: int) -> None:
@@ -264,6 +260,10 @@ class Cpprb(Contender):
 
     def update(self, drawn: Any, priorities: np.ndarray) -> None:
         self._buffer.update_priorities(drawn[1], priorities)
+
+    def nbytes(self) -> int:
+        one = {k: v for k, v in self._buffer.sample(1, **self._extra).items() if k in self._fields}
+        return self._buffer.get_buffer_size() * sum(x.nbytes for x in one.values())
 
 
 CONTENDERS: dict[str, type[Contender]] = {

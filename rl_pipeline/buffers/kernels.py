@@ -393,8 +393,8 @@ def _copy_rows(slots, frames, out):
 
 
 @compiled
-def _copy_stack(slot, N, depth, frames, meta, out, b):
-    """The observation in `slot` into `out[b]`, its frame stack rebuilt."""
+def _copy_stack(slot, N, depth, frames, meta, out, b, first):
+    """The observation in `slot` into `out[b, first:]`, its frame stack rebuilt."""
     width = frames.shape[1]
     history = np.int64(meta[slot, HISTORY]) if depth > 1 else 0
     for i in range(depth):
@@ -402,7 +402,7 @@ def _copy_stack(slot, N, depth, frames, meta, out, b):
         if source < 0:
             source += frames.shape[0]
         for w in range(width):
-            out[b, i * width + w] = frames[source, w]
+            out[b, first + i * width + w] = frames[source, w]
 
 
 @compiled
@@ -412,15 +412,25 @@ def gather(
 ):  # fmt: skip
     """Copy the drawn transitions out: obs and next_obs [B, depth * W], action [B, A] as words.
 
-    What it returns only keeps the compiler from dropping the loads that ask ahead.
+    Where next_obs is empty, obs is [B, (depth + 1) * W]: one step on, a stack shares all but one
+    frame with the one before. What is returned only keeps the compiler from dropping the loads
+    that ask ahead.
     """
-    touched = frames[0, 0]
+    touched, width = frames[0, 0], frames.shape[1]
     if depth == 1:
         touched ^= _copy_rows(slots, frames, obs) ^ _copy_rows(ends, frames, next_obs)
+    elif next_obs.shape[0]:
+        for b in range(slots.shape[0]):
+            _copy_stack(slots[b], N, depth, frames, meta, obs, b, 0)
+            _copy_stack(ends[b], N, depth, frames, meta, next_obs, b, 0)
     else:
         for b in range(slots.shape[0]):
-            _copy_stack(slots[b], N, depth, frames, meta, obs, b)
-            _copy_stack(ends[b], N, depth, frames, meta, next_obs, b)
+            oldest = slots[b] - np.int64(meta[slots[b], HISTORY]) * N
+            if oldest < 0:
+                oldest += frames.shape[0]
+            for w in range(width):
+                obs[b, w] = frames[oldest, w]
+            _copy_stack(ends[b], N, depth, frames, meta, obs, b, width)
     for b in range(slots.shape[0]):
         slot = slots[b]
         for w in range(action.shape[1]):
@@ -445,7 +455,7 @@ def gather_sequences(
     """Copy sequences out, time-major: obs [L + 1, B, ...], the rest [L, B]; zeros after an end."""
     for b in range(slots.shape[0]):
         slot, alive = slots[b], True
-        _copy_stack(slot, N, depth, frames, meta, obs[0], b)
+        _copy_stack(slot, N, depth, frames, meta, obs[0], b, 0)
         for t in range(mask.shape[0]):
             flags = meta[slot, FLAGS]
             following = slot + N
@@ -454,7 +464,7 @@ def gather_sequences(
             alive = alive and (flags & VALID) != 0
             mask[t, b] = 1.0 if alive else 0.0
             if alive:
-                _copy_stack(following, N, depth, frames, meta, obs[t + 1], b)
+                _copy_stack(following, N, depth, frames, meta, obs[t + 1], b, 0)
                 for w in range(action.shape[2]):
                     action[t, b, w] = meta[slot, ACTION + w]
                 reward[t, b] = meta_f[slot, REWARD]

@@ -135,12 +135,17 @@ class Replay(Ring):
             )  # fmt: skip
         return self._deliver(draw, room)
 
+    @property
+    def _shares_frames(self) -> bool:
+        """One step on, a stack has all but one frame in common with the one before."""
+        return self.layout.depth > 1 and self.n_step == 1
+
     def _room(self, size: int) -> tuple[np.ndarray, ...]:
         """Where a batch is put together: obs, next_obs, action (words), reward, discount."""
-        words = self._words * self.layout.depth
+        words, shares = self._words * self.layout.depth, self._shares_frames
         return (
-            np.empty((size, words), self._word),
-            np.empty((size, words), self._word),
+            np.empty((size, words + self._words * shares), self._word),
+            np.empty((0 if shares else size, words), self._word),
             np.empty((size, self.layout.action_words), np.uint32),
             *np.empty((2, size), np.float32),
         )
@@ -149,13 +154,19 @@ class Replay(Ring):
         """The same memory as tensors."""
         obs, next_obs, action, reward, discount = room
         tensor, dtype, size = torch.from_numpy, self.spec.obs_dtype, len(draw.ids)
-        shape = (size, *self.spec.obs_shape)
+        if self._shares_frames:
+            frames = tensor(obs.view(dtype).reshape(size, -1, *self.spec.obs_shape[1:]))
+            seen, following = frames[:, :-1], frames[:, 1:]
+        else:
+            shape = (size, *self.spec.obs_shape)
+            seen = tensor(obs.view(dtype).reshape(shape))
+            following = tensor(next_obs.view(dtype).reshape(shape))
         return Batch(
-            obs=tensor(obs.view(dtype).reshape(shape)),
+            obs=seen,
             action=tensor(action.view(self._action_dtype).reshape(size, *self._action_shape)),
             reward=tensor(reward),
             discount=tensor(discount),
-            next_obs=tensor(next_obs.view(dtype).reshape(shape)),
+            next_obs=following,
             weight=tensor(draw.weight),
             ids=draw.ids,
         )
