@@ -19,6 +19,8 @@ VALID, TERMINATED, TRUNCATED, DRAWABLE = 1, 2, 4, 8
 """Flags of a row; DRAWABLE: valid, its successor is here, and so is all that its stack reaches."""
 REWARD, FLAGS, HISTORY, ACTION = 0, 1, 2, 3
 """Words of a row's record."""
+COUNT, BROKEN, SIZE = 0, 1, 2
+"""The books [3, N]: rows written, whether the stream begins anew, and drawable rows in all."""
 
 BAD_ENV, BAD_START, BAD_STACK = -1, -2, -3
 """What `append` refuses: an id out of range, a valid row right after an end, a broken stack."""
@@ -163,20 +165,22 @@ def _free(k, slot, T, N, depth, meta, size, changed, num):
 
 @compiled
 def append(
-    obs, action, reward, terminated, truncated, valid, env_ids,  # L rows of n environments, flat
+    obs, action, reward, terminated, truncated, valid, env_ids,  # L rows of n environments
     T, depth, span, stride, keep_frames,
-    frames, meta, meta_f, counts, broken, last, size,  # the ring
+    frames, meta, meta_f, books, last,  # the ring
     out,  # slots whose DRAWABLE changed; slots written, from which row, with which frame
 ):  # fmt: skip
     """Write a block; returns (changed, written) or (error, environment).
 
-    obs [L * n * depth * W] and action [L * n * A] are words, frames [T * N, W] too; `out` [4, ...]
+    obs [L * n, ...] and action [L * n, ...] are words, frames [T * N, W] too; `out` [4, ...]
     says what was done: the frame `out[3, i]` of row `out[2, i]` of the block went to slot
     `out[1, i]`. A stack that can go on from the rows before it costs one frame; at the begin of a
     stream whose first stack is neither that nor filled, its older frames are stored first, as rows
     that only carry them.
     """
+    counts, broken, size = books[COUNT], books[BROKEN], books[SIZE]
     N, n, W = counts.shape[0], env_ids.shape[0], frames.shape[1]
+    obs, action = obs.ravel(), action.ravel()  # views of what is contiguous
     words = action.shape[0] // reward.shape[0]
     older = (depth - 1) * W
     changed, written, source, which = out[0], out[1], out[2], out[3]
@@ -241,11 +245,12 @@ def append(
 
 
 @compiled
-def cut(env_ids, T, span, stride, meta, counts, broken, size, out):
+def cut(env_ids, T, span, stride, meta, books, out):
     """The next row of these environments does not follow their newest, which loses its outcome.
 
     Returns (changed, written) as `append`.
     """
+    counts, broken, size = books[COUNT], books[BROKEN], books[SIZE]
     N, changed, written = counts.shape[0], out[0], out[1]
     num_changed, num_written = 0, 0
     for e in env_ids:

@@ -54,7 +54,7 @@ class Replay(Ring):
     @property
     def nbytes(self) -> int:
         """Bytes of storage."""
-        arrays = (self._frames, self._meta, self._counts, self._broken, self._last, self._mass)
+        arrays = (self._frames, self._meta, self._books, self._last, self._mass)
         return sum(a.nbytes for a in (*arrays, self._tree, *self._states.values()))
 
     def _store(

@@ -139,10 +139,7 @@ class Ring(ABC):
         # Put together once: at a few microseconds an `add` every look-up shows.
         plan = self.layout
         self._how = (plan.rows, plan.depth, self._span, plan.stride, self._keeps_frames)
-        self._what = (
-            self._frames, self._meta, self._meta_f, self._counts, self._broken, self._last,
-            self._size,
-        )  # fmt: skip
+        self._what = (self._frames, self._meta, self._meta_f, self._books, self._last)
         self._room_for = 0
 
     def _allocate_books(self) -> None:
@@ -156,11 +153,11 @@ class Ring(ABC):
         self._frames = np.zeros((0, self._words), self._word)
         self._meta = np.zeros((plan.capacity, layout.META_WORDS + plan.action_words), np.uint32)
         self._meta_f = self._meta.view(np.float32)
-        self._counts = np.zeros(plan.num_envs, np.int64)
-        self._broken = np.ones(plan.num_envs, np.uint8)
+        self._books = np.zeros((3, plan.num_envs), np.int64)
+        self._counts, self._broken, self._size = self._books
+        self._broken[:] = 1
         words = self._words * plan.depth * (plan.depth > 1)
         self._last = np.zeros((plan.num_envs, words), self._word)
-        self._size = np.zeros(1, np.int64)
         self._max_priority: Any = 1.0  # a tensor where priorities are on a device
         self._starts = layout.tree_starts(plan.capacity, plan.fanout)
         self._reported = np.empty((4, 0), np.int64)
@@ -234,8 +231,8 @@ class Ring(ABC):
             ids = np.arange(self.layout.num_envs) if env_ids is None else env_ids.astype(np.int64)
             outputs = self._outputs(len(ids))
             num_changed, num_written = kernels.cut(
-                ids, self.layout.rows, self._span, self.layout.stride, self._meta, self._counts,
-                self._broken, self._size, outputs,
+                ids, self.layout.rows, self._span, self.layout.stride, self._meta, self._books,
+                outputs,
             )  # fmt: skip
             self._store(None, NO_PRIORITIES, {}, outputs, num_changed, num_written)
 
@@ -258,14 +255,14 @@ class Ring(ABC):
             raise ValueError(f"actions {action.shape} do not fit {(rows, *self._action_shape)}")
         if (extras or self._state_shapes) and extras.keys() != self._state_shapes.keys():
             raise ValueError(f"extras {sorted(extras)} given, {sorted(self._state_shapes)} stored")
-        if action.dtype != self._action_dtype:
-            action = action.astype(self._action_dtype)
+        if action.dtype != self._action_dtype or not action.flags.c_contiguous:
+            action = np.ascontiguousarray(action, self._action_dtype)
         with self.lock:
             outputs = self._outputs(rows) if rows > self._room_for else self._reported
             if self._announces:
                 self._announce(step.env_ids, rows)
             num_changed, num_written = kernels.append(
-                obs.ravel().view(self._word), action.ravel().view(np.uint32), step.reward,
+                obs.ravel().view(self._word), action.view(np.uint32), step.reward,
                 step.terminated, step.truncated, step.valid, step.env_ids,
                 *self._how, *self._what, outputs,
             )  # fmt: skip
