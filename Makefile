@@ -3,14 +3,16 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 ARGS ?=
+TASKS ?=
+QUICK ?=
 PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY = true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-all ui sweep learn bench-buffers lint format clean
+.PHONY: help $(shell sed -nE 's/^([a-z-]+):.*/\1/p' $(MAKEFILE_LIST))
 
 help: ## Show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-19s %s\n", $$1, $$2}'
 	@echo '  ARGS="env=pong seed=2" adds overrides to train and sweep'
 
 setup: $(VENV)/.installed ## Create .venv and install (all other targets do it themselves)
@@ -41,9 +43,18 @@ sweep: setup ## Compare backends on CartPole: a small sweep that ends in a table
 learn: setup ## Prove that PPO learns (about 40 minutes; skips what has a result)
 	$(PY) experiments/learning/study.py $(ARGS)
 
-bench-buffers: setup ## Compare replay buffers with others' (about 10 minutes; QUICK=1: under 3)
+parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong"; minutes)
+	$(PY) experiments/parity/study.py $(TASKS)
+
+bench-envs: setup ## Environments alone: steps/s by backend, and what adapters cost (10 minutes; QUICK=1: 3)
+	QUICK=$(QUICK) $(PY) -m experiments.envs.bench $(ARGS)
+
+repro-vectorization: setup ## What stepping many environments at once is worth (8 minutes; QUICK=1: 3)
+	QUICK=$(QUICK) $(PY) -m experiments.vectorization.study $(ARGS)
+
+bench-buffers: setup ## Compare replay buffers with others' (10 minutes; QUICK=1: under 3)
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev,bench]'
-	$(PY) experiments/buffers/bench.py
+	QUICK=$(QUICK) $(PY) experiments/buffers/bench.py
 
 lint: setup ## Check style and types
 	$(VENV)/bin/ruff check .

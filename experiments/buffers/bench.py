@@ -235,8 +235,12 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
             if at == (task, sampler, "sample", 256):
                 for name, (low, middle, high) in cell["us"].items():
                     lines.setdefault(name, []).append((cell["fill"], middle, low, high))
-        panels.append((f"{task}, {sampler}, batch 256", lines))
-    report.draw_lines(path, panels, "transitions stored", "microseconds a sample")
+        title = f"{task}, {sampler}, batch 256"
+        panels.append({
+            "title": title, "lines": lines, "log": True, "xlabel": "transitions stored",
+            "ylabel": "microseconds a sample",
+        })  # fmt: skip
+    report.line_panels(path, panels, rows=1)
 
 
 def main() -> None:
