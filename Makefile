@@ -4,14 +4,15 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 ARGS ?=
 TASKS ?=
+QUICK ?=
 PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY = true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-all ui sweep learn parity lint format clean
+.PHONY: help $(shell sed -nE 's/^([a-z-]+):.*/\1/p' $(MAKEFILE_LIST))
 
 help: ## Show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-19s %s\n", $$1, $$2}'
 	@echo '  ARGS="env=pong seed=2" adds overrides to train and sweep'
 
 setup: $(VENV)/.installed ## Create .venv and install (all other targets do it themselves)
@@ -44,6 +45,12 @@ learn: setup ## Prove that PPO learns (about 40 minutes; skips what has a result
 
 parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong"; minutes)
 	$(PY) experiments/parity/study.py $(TASKS)
+
+bench-envs: setup ## Environments alone: steps/s by backend, and what adapters cost (10 minutes; QUICK=1: 3)
+	QUICK=$(QUICK) $(PY) -m experiments.envs.bench $(ARGS)
+
+repro-vectorization: setup ## What stepping many environments at once is worth (8 minutes; QUICK=1: 3)
+	QUICK=$(QUICK) $(PY) -m experiments.vectorization.study $(ARGS)
 
 lint: setup ## Check style and types
 	$(VENV)/bin/ruff check .

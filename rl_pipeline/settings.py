@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
+
+from rl_pipeline import auto
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -94,11 +104,13 @@ class BackendSettings(Frozen):
 
     name: Literal["gymnasium", "gymnasium_async", "gymnasium_native", "envpool", "envpool_async"]
     num_envs: PositiveInt = 8
+    """More sample faster and learn otherwise. `auto` chooses by task and CPU budget, says why."""
     num_threads: PositiveInt | Literal["auto"] = "auto"
     """Worker threads of EnvPool and of ALE's native form; `auto` chooses from the CPU budget and
     the task and says why."""
     lanes: PositiveInt = 1
-    """Groups of environments that take turns: one steps while the policy acts for the next."""
+    """Groups of environments that take turns: one steps while the policy acts for the next; or
+    `auto`."""
     step_timeout_s: PositiveFloat | None = None
     """gymnasium_async: a worker that does not answer within this many seconds ends the run."""
 
@@ -263,6 +275,23 @@ class Settings(Frozen):
     mode: ModeSettings
     profile: ProfileSettings
     tracking: TrackingSettings
+    _chosen: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """What `auto` chose and why, by setting."""
+        return self._chosen
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _auto(cls, values: Any, check: ModelWrapValidatorHandler[Settings]) -> Settings:
+        chosen: dict[str, str] = {}
+        if isinstance(values, dict):
+            values, chosen = auto.resolve(values)
+        settings = check(values)
+        if chosen:
+            settings._chosen = chosen
+        return settings
 
     @model_validator(mode="after")
     def _combinations(self) -> Settings:

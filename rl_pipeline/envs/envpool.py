@@ -96,7 +96,7 @@ class EnvPoolVecEnv(BaseVecEnv):
             return obs, reward, terminated, truncated, None
         lives, raw_reward, game_over = rest[:3]
         # A game can also end in the no-ops after a life: only the new lives tell.
-        unseen = self._ended & (lives > self._lives) & (self._started < self._num_steps)
+        unseen = self._ended & (lives > self._lives) & (self._started <= self._num_steps)
         self._lives = lives
         return obs, raw_reward, terminated, truncated, (game_over != 0) | truncated | unseen
 
