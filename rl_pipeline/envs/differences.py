@@ -15,8 +15,8 @@ KNOWN: tuple[tuple[str, set[str], str], ...] = (
     (
         r"ALE/.*",
         {"gymnasium_native"},
-        "gymnasium_native (ALE's own vector form) fills a new episode's frame stack with black, the "
-        "others with its first frame; it draws about one no-op less",
+        "gymnasium_native (ALE's own vector form) fills a new episode's frame stack with black, "
+        "the others with its first frame; it draws about one no-op less",
     ),
     (
         r"CartPole-.*",
