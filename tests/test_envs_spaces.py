@@ -181,7 +181,7 @@ def test_ppo_learns_with_every_kind_of_discrete_action(space):
     vec = make("Match", num_envs=8, space=space, flatten=True)
     kinds = {"multi": MultiDiscrete((3, 4)), "binary": MultiBinary(3), "start": Discrete(3)}
     assert vec.spec.action == kinds[space]
-    runtime = Runtime(torch.device("cpu"), "", ThreadPlan(1, 1, 1), seed=3)
+    runtime = Runtime(torch.device("cpu"), "", ThreadPlan(1, 1, 1, 1), seed=3)
     cfg = PPOSettings(
         name="ppo", horizon=64, num_minibatches=4, learning_rate=3e-3, gamma=0.0, entropy_coef=0
     )

@@ -28,7 +28,7 @@ def spec(num_envs: int = 4, action: Discrete | Continuous | None = None) -> EnvS
 
 
 def learner(num_envs: int = 4, action: Discrete | Continuous | None = None, **cfg) -> PPO:
-    runtime = Runtime(CPU, "", ThreadPlan(1, 1, 1), seed=3)
+    runtime = Runtime(CPU, "", ThreadPlan(1, 1, 1, 1), seed=3)
     options = {"name": "ppo", "horizon": 8, "num_minibatches": 2} | cfg
     network = NetworkSettings(name="mlp", hidden=(16,))
     return PPO(PPOSettings(**options), network, spec(num_envs, action), runtime, NullPhases())
