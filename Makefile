@@ -37,6 +37,13 @@ test-all: setup
 ui: setup ## Open the MLflow UI on http://127.0.0.1:5000 (PORT=)
 	$(VENV)/bin/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
 
+precision-compile: setup ## What precision and compilation give (about 20 minutes; QUICK=1: 3)
+	$(PY) experiments/precision_compile/updates.py
+	$(PY) experiments/precision_compile/study.py $(ARGS)
+
+gpu-check: setup ## Every learner x precision x compile mode on the GPU, on stand-ins without one
+	$(PY) -m pytest -q tests/gpu_check.py $(ARGS)
+
 sweep: setup ## Compare backends on CartPole: a small sweep that ends in a table
 	$(PY) -m rl_pipeline.train sweep=backends $(ARGS)
 

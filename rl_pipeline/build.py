@@ -18,7 +18,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from rl_pipeline import checkpoint, config, runs
-from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.evaluate import evaluate
 from rl_pipeline.phases import NullPhases, Phases
 from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
@@ -29,7 +28,8 @@ from rl_pipeline.telemetry.progress import Progress
 from rl_pipeline.telemetry.provenance import provenance
 from rl_pipeline.telemetry.recorder import Recorder
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker
-from rl_pipeline.types import EnvSpec, Learner, VecEnv
+from rl_pipeline.training import make_training
+from rl_pipeline.types import Learner, VecEnv
 
 
 def make_envs(settings: Settings, num_envs: int, seed: int, num_threads: int) -> VecEnv:
@@ -72,17 +72,6 @@ def make_training_envs(
     # Each lane may use all threads: while it steps, the others mostly wait for the policy.
     lanes = [make_envs(settings, share, int(s), min(num_threads, share)) for s in seeds]
     return Lanes(lanes, backend.name, overlap)
-
-
-def make_learner(
-    settings: Settings, spec: EnvSpec, runtime: Runtime, phases: Phases | NullPhases
-) -> Learner:
-    """The learner that `algo` names."""
-    match settings.algo.name:
-        case "ppo":
-            from rl_pipeline.learners.ppo import PPO
-
-            return PPO(settings.algo, settings.network, spec, runtime, phases)
 
 
 def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tracker | NullTracker:
@@ -155,6 +144,7 @@ def requested(settings: Settings) -> dict[str, Any]:
         "placement": settings.buffer.placement,
         "precision": settings.precision.name,
         "compile": settings.compile.name,
+        "compile_backend": settings.compile.backend,
         "device": settings.device.name,
         "mode": settings.mode.name,
         "threads": settings.backend.num_threads,
@@ -182,6 +172,7 @@ def make_facts(
         **settings.chosen,
         **{f"threads.{k}": v for k, v in plan.reasons.items()},
         "device": runtime.device_reason,
+        **runtime.reasons,
     }
     if settings.seed is None:
         reasons["seed"] = f"{runtime.seed} (drawn, none was given)"
@@ -243,10 +234,10 @@ def make_session(
     phases = (
         Phases(new_event=runtime.new_event()) if settings.profile.name == "phases" else NullPhases()
     )
+    runtime.log.phase = lambda: phases("compile")
     envs = make_training_envs(settings, stream_seed(seed, "envs"), threads, runtime.beside_envs)
-    learner = make_learner(settings, envs.spec, runtime, phases)
-    buffer = RolloutBuffer(envs.spec, settings.algo.horizon, learner.extras, runtime.device)
-    facts["buffer_bytes"] = buffer.nbytes
+    training = make_training(settings, envs, runtime, phases, folder)
+    facts["buffer"] = training.buffer_facts
 
     # From here on nothing in the settings can be wrong: the run exists.
     record = saved or {
@@ -262,17 +253,19 @@ def make_session(
     hardware = HardwareSampler(cpu_budget=runtime.threads.budget)
     recorder = Recorder(
         folder / "metrics.jsonl", settings.log_every_s, envs.spec.frame_skip,
-        phases.window, hardware.window, lambda: tracker.ready,
+        phases.window, lambda: hardware.window() | runtime.log.metrics(), lambda: tracker.ready,
+        compile_seconds=lambda: runtime.log.seconds + runtime.log.timing_s,
     )  # fmt: skip
     session = Session(
-        settings=settings, folder=folder, facts=facts, envs=envs, buffer=buffer, learner=learner,
-        phases=phases, recorder=recorder, tracker=tracker, hardware=hardware,
+        settings=settings, folder=folder, facts=facts, envs=envs, learner=training.learner,
+        loop=training.loop, replay=training.replay, phases=phases, recorder=recorder,
+        tracker=tracker, hardware=hardware,
         progress=Progress(settings.total_steps),
         checkpoints=checkpoint.Checkpoints(
             folder / "checkpoints", settings.checkpoint.keep_last, settings.checkpoint.keep_best
         ),
-        evaluate=make_evaluation(settings, learner, seed, threads),
-        synchronize=runtime.synchronize,
+        evaluate=make_evaluation(settings, training.learner, seed, threads),
+        synchronize=runtime.synchronize, compile_log=runtime.log, transfers=runtime.transfers,
     )  # fmt: skip
     return session, state
 
@@ -304,7 +297,8 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         session, state = make_session(settings, folder, overrides)
     except ValueError as error:
         if not (folder / "run.json").exists():
-            shutil.rmtree(folder / ".hydra", ignore_errors=True)
+            for ours in (".hydra", "replay"):
+                shutil.rmtree(folder / ours, ignore_errors=True)
             with suppress(OSError):  # kept where the user had other files in it
                 folder.rmdir()
         if not _is_ours(error):

@@ -30,11 +30,8 @@ CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "co
 
 # Options that DESIGN names and a later version brings: answered plainly, not as a misspelling.
 PLANNED = {
-    "algo": {"dqn", "sac"},
+    "algo": {"sac"},
     "network": {"impala_cnn", "lstm"},
-    "buffer": {"uniform", "prioritized", "deque", "memmap"},
-    "precision": {"tf32", "bf16", "fp16"},
-    "compile": {"default", "reduce_overhead", "max_autotune", "cudagraphs"},
     "mode": {"overlap", "apex", "seed"},
     "profile": {"cprofile", "trace", "serialised"},
 }
@@ -62,24 +59,40 @@ def load(cfg: DictConfig) -> Settings:
 def _explain(error: Any, values: dict[str, Any]) -> str:
     # Union members and tuple indices are pydantic's own path steps, not keys that users type.
     path = [p for p in error["loc"] if isinstance(p, str) and not re.search(r"[\[\]()]", p)]
+    option = None
+    if error["type"] == "union_tag_invalid":
+        path.append("name")
+    elif path[:1] == ["algo"] and path[1:]:
+        option = path.pop(1)  # which algorithm's settings: a step of pydantic's too
     path = _trim(path, values)
     key = ".".join(path)
     match error["type"]:
         case "extra_forbidden":
-            return f"{key} is not a setting{_near(key, known_keys() + groups())}"
+            known = known_keys()
+            if option and key in known:
+                return f"{key} is not a setting of algo={option}; leave it out"
+            return f"{key} is not a setting{_near(key, known + groups())}"
         case "missing":
             return f"{key} must be given, e.g. {key}=..."
         case "value_error":
             message = error["msg"].removeprefix("Value error, ")
             return f"{key}={error['input']}: {message}" if key else message
-        case "literal_error":
-            group = path[0]
-            if key == f"{group}.name" and error["input"] in PLANNED.get(group, ()):
-                return _planned(group, error["input"])
+        case "literal_error" | "union_tag_invalid":
+            group, given = path[0], _get(values, path)
+            if key == f"{group}.name":
+                if given in PLANNED.get(group, ()):
+                    return _planned(group, given)
+                return f"{key}={given}: {_options(group, str(given))}"
     if error["type"] == "tuple_type":
         return f"{key}={error['input']}: must be a list, e.g. {key}=[{error['input']}]"
     message = error["msg"][0].lower() + error["msg"][1:]
     return f"{key}={error['input']}: {message.replace('input should be', 'must be')}"
+
+
+def _get(values: Any, path: list[str]) -> Any:
+    for part in path:
+        values = values[part]
+    return values
 
 
 def _trim(path: list[str], values: Any) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -28,12 +29,15 @@ def gae(
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     delta = torch.where(valid, reward + gamma * discount * values[1:] - values[:-1], zero)
     decay = torch.where(valid & ~ended, gamma * lam, zero)
-    # Rows as a list: T steps of two small kernels on prepared views.
-    advantage, rows = torch.zeros_like(values[0]), []
-    for d, k in zip(reversed(delta.unbind(0)), reversed(decay.unbind(0)), strict=True):
-        advantage = torch.addcmul(d, k, advantage)
-        rows.append(advantage)
-    return torch.stack(rows[::-1])
+    # a[t] = delta[t] + decay[t] a[t+1] by doubling (Hillis & Steele 1986): log2(T) steps over all
+    # rows instead of T small ones.
+    advantage, span, rows = delta, 1, len(delta)
+    while span < rows:
+        head = torch.addcmul(advantage[:-span], decay[: rows - span], advantage[span:])
+        advantage = torch.cat([head, advantage[-span:]])
+        decay = decay[:-span] * decay[span:]
+        span *= 2
+    return advantage
 
 
 def row_weights(valid: Tensor) -> Tensor:
@@ -107,9 +111,57 @@ def ppo_loss(
     loss = policy_loss + value_coef * value_loss - entropy_coef * mean_entropy
     with torch.no_grad():
         approx_kl = torch.dot(ratio - log_ratio, weight) - 1
-        clip_fraction = torch.dot((ratio != clipped).float(), weight)
+        clip_fraction = torch.dot((ratio != clipped).to(weight.dtype), weight)
         max_abs_log_ratio = log_ratio.abs().max()
     return PPOTerms(
         loss, policy_loss.detach(), value_loss.detach(), mean_entropy.detach(),
         approx_kl, clip_fraction, max_abs_log_ratio,
     )  # fmt: skip
+
+
+def td_target(
+    reward: Tensor, discount: Tensor, next_q: Tensor, next_q_online: Tensor | None = None
+) -> Tensor:
+    """n-step targets [B] of Q-learning: reward + discount * Q'(s', a*).
+
+    reward, discount [B] as in `types.Batch` (the discount is 0 after a termination only); next_q
+    [B, A] of the target network. a* is its own best action (Mnih et al. 2015,
+    doi:10.1038/nature14236), or, given `next_q_online` [B, A], the best one of the network that
+    learns: double Q-learning (van Hasselt et al. 2016, arXiv:1509.06461).
+    """
+    if next_q_online is None:
+        best = next_q.amax(-1)
+    else:
+        best = next_q.gather(-1, next_q_online.argmax(-1, keepdim=True)).squeeze(-1)
+    return torch.addcmul(reward, discount, best)
+
+
+PRIORITY_EPS = 1e-6
+"""Keeps every transition's probability above 0 (Schaul et al. 2016, sec. 3.3)."""
+
+
+class DQNTerms(NamedTuple):
+    """Of one DQN loss."""
+
+    loss: Tensor
+    priority: Tensor  # [B] |TD error| + PRIORITY_EPS
+    q: Tensor  # [B] of the actions taken
+
+
+def dqn_loss(
+    q: Tensor, action: Tensor, target: Tensor, weight: Tensor, error_clip: float | None
+) -> DQNTerms:
+    """Mean Huber loss of Q [B, A] at action [B] to target [B], weighted by weight [B].
+
+    It is quadratic up to `error_clip` (1 is Mnih et al.'s clipping of the error term) and linear
+    beyond; half the squared error without. The weights are the importance weights of prioritized
+    replay (Schaul et al. 2016, arXiv:1511.05952), 1 elsewhere.
+    """
+    chosen = q.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+    if error_clip is None:
+        error = 0.5 * (chosen - target).square()
+    else:
+        error = F.huber_loss(chosen, target, reduction="none", delta=error_clip)
+    loss = torch.dot(error, weight) / len(weight)
+    chosen = chosen.detach()
+    return DQNTerms(loss, (chosen - target).abs() + PRIORITY_EPS, chosen)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rl_pipeline.precision import FP32, Arithmetic
 from rl_pipeline.settings import NetworkSettings
 from rl_pipeline.types import (
     ActionSpace,
@@ -28,15 +29,21 @@ class FlatParameters:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = module
         params = list(module.parameters())
         self.values = torch.cat([p.detach().reshape(-1) for p in params])
         self.grads = torch.zeros_like(self.values)
-        start = 0
-        for p in params:
-            view = slice(start, start + p.numel())
-            p.data = self.values[view].view_as(p)
-            p.grad = self.grads[view].view_as(p)
-            start += p.numel()
+        self._shapes = {name: p.shape for name, p in module.named_parameters()}
+        grads = self.views(self.grads)
+        for name, view in self.views(self.values).items():
+            p = module.get_parameter(name)
+            p.data, p.grad = view, grads[name]
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """`vector` [P] as the module's parameters, by name."""
+        parts = vector.split([shape.numel() for shape in self._shapes.values()])
+        shapes = self._shapes.items()
+        return {name: x.view(shape) for (name, shape), x in zip(shapes, parts, strict=True)}
 
     def load(self, values: Tensor) -> None:
         """Copy `values` [P] in; raises ValueError when they belong to another network."""
@@ -69,19 +76,48 @@ def _conv(
 
 
 class Floats(nn.Module):
-    """Observations of any numeric kind as flat float32 vectors."""
+    """Observations of any numeric kind as flat vectors."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, ...] -> float32 [B, D]."""
-        return x.flatten(1).float()
+        """x [B, ...] -> [B, D]."""
+        return x.flatten(1).to(self._dtype)
 
 
 class Pixels(nn.Module):
-    """uint8 images to [0, 1]."""
+    """Images to [0, 1], channels last, in the type that the convolutions compute in.
+
+    Measured on the CPU, a Nature CNN update of 256: channels last 1.3x in float32, 1.15x in bf16.
+    The integers 0 to 255 are exact in every type.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, C, H, W] uint8 -> float32."""
-        return x.float() * (1 / 255)
+        """x [B, C, H, W] -> the same shape."""
+        return x.to(self._dtype, memory_format=torch.channels_last) * (1 / 255)
+
+
+class Trunk(nn.Sequential):
+    """Layers that compute as `arithmetic` says; the features come out in its wide type.
+
+    So heads, logits, values and losses are in float32 under every precision.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], arithmetic: Arithmetic) -> None:
+        super().__init__(*layers)
+        self._arithmetic = arithmetic
+
+    def forward(self, x: Tensor) -> Tensor:
+        """obs [B, ...] -> features [B, W]."""
+        with self._arithmetic.context():
+            x = super().forward(x)
+        return x.to(self._arithmetic.wide)
 
 
 def _mlp(
@@ -96,8 +132,11 @@ def _mlp(
 
 
 def make_trunk(
-    network: NetworkSettings, obs_shape: tuple[int, ...], generator: torch.Generator
-) -> tuple[nn.Module, int]:
+    network: NetworkSettings,
+    obs_shape: tuple[int, ...],
+    generator: torch.Generator,
+    arithmetic: Arithmetic = FP32,
+) -> tuple[Trunk, int]:
     """Features of an observation, and their number.
 
     nature_cnn: Mnih et al. 2015 (doi:10.1038/nature14236), table of methods.
@@ -107,7 +146,7 @@ def make_trunk(
             layers, width = _mlp(
                 math.prod(obs_shape), network.hidden, network.activation, generator
             )
-            return nn.Sequential(Floats(), *layers), width
+            return Trunk([Floats(arithmetic.wide), *layers], arithmetic), width
         case "nature_cnn":
             if len(obs_shape) != 3 or min(obs_shape[1:]) < 36:
                 raise ValueError(
@@ -115,8 +154,8 @@ def make_trunk(
                     f"the environment observes {list(obs_shape)}; use network=mlp, a wrapper that "
                     "puts channels first, or a larger env.atari.screen_size"
                 )
-            convs = nn.Sequential(
-                Pixels(),
+            convs = [
+                Pixels(arithmetic.autocast or arithmetic.wide),
                 _conv(obs_shape[0], 32, 8, 4, generator),
                 nn.ReLU(),
                 _conv(32, 64, 4, 2, generator),
@@ -124,11 +163,11 @@ def make_trunk(
                 _conv(64, 64, 3, 1, generator),
                 nn.ReLU(),
                 nn.Flatten(),
-            )
-            with torch.no_grad():
-                inputs = convs(torch.zeros(1, *obs_shape, dtype=torch.uint8)).shape[1]
+            ]
+            with torch.no_grad(), arithmetic.context():
+                inputs = nn.Sequential(*convs)(torch.zeros(1, *obs_shape)).shape[1]
             layers, width = _mlp(inputs, network.hidden, network.activation, generator)
-            return nn.Sequential(convs, *layers), width
+            return Trunk([*convs, *layers], arithmetic), width
 
 
 class Categorical:
@@ -137,11 +176,15 @@ class Categorical:
     def __init__(self, action: Discrete) -> None:
         self.num_params = action.num_actions
 
-    def sample(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+    def noise(self, rows: int, generator: torch.Generator) -> Tensor:
+        """What `sample` makes random, [rows, A]; drawn outside of any graph, fresh every time."""
+        shape = (rows, self.num_params)
+        return torch.empty(shape, device=generator.device).exponential_(generator=generator)
+
+    def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
         """Actions [B]."""
         # Gumbel-max: argmax(logits - log(-log(u))) without building a distribution object.
-        u = torch.empty_like(logits).exponential_(generator=generator)
-        return (logits.float() - u.log()).argmax(-1)
+        return (logits - noise.log()).argmax(-1)
 
     def mode(self, logits: Tensor) -> Tensor:
         """The most likely actions [B]."""
@@ -149,11 +192,11 @@ class Categorical:
 
     def log_prob(self, logits: Tensor, action: Tensor) -> Tensor:
         """log pi(a|s) [B]."""
-        return torch.log_softmax(logits.float(), -1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        return torch.log_softmax(logits, -1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
     def log_prob_entropy(self, logits: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """log pi(a|s) [B] and the entropy [B] in nats."""
-        log_p = torch.log_softmax(logits.float(), -1)
+        log_p = torch.log_softmax(logits, -1)
         entropy = -(log_p.exp() * log_p).sum(-1)
         return log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy
 
@@ -168,25 +211,29 @@ class Gaussian:
         self.action_shape = action.shape
         self.num_params = math.prod(action.shape)
 
-    def sample(self, params: Tensor, generator: torch.Generator) -> Tensor:
+    def noise(self, rows: int, generator: torch.Generator) -> Tensor:
+        """What `sample` makes random, [rows, D]; drawn outside of any graph, fresh every time."""
+        shape = (rows, self.num_params)
+        return torch.empty(shape, device=generator.device).normal_(generator=generator)
+
+    def sample(self, params: Tensor, noise: Tensor) -> Tensor:
         """Actions [B, *action_shape]."""
-        mean, log_std = params.float().chunk(2, -1)
-        noise = torch.empty_like(mean).normal_(generator=generator)
+        mean, log_std = params.chunk(2, -1)
         return torch.addcmul(mean, noise, log_std.exp()).unflatten(-1, self.action_shape)
 
     def mode(self, params: Tensor) -> Tensor:
         """The means [B, *action_shape]."""
-        return params.float().chunk(2, -1)[0].unflatten(-1, self.action_shape)
+        return params.chunk(2, -1)[0].unflatten(-1, self.action_shape)
 
     def log_prob(self, params: Tensor, action: Tensor) -> Tensor:
         """Log density [B], summed over action dimensions."""
-        mean, log_std = params.float().chunk(2, -1)
+        mean, log_std = params.chunk(2, -1)
         z = (action.flatten(1) - mean) * torch.exp(-log_std)
         return (-0.5 * z * z - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def log_prob_entropy(self, params: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Log density [B] and the entropy [B] in nats."""
-        log_std = params.float().chunk(2, -1)[1]
+        log_std = params.chunk(2, -1)[1]
         entropy = (log_std + 0.5 * (1 + math.log(2 * math.pi))).sum(-1)
         return self.log_prob(params, action), entropy
 
@@ -199,10 +246,14 @@ class MultiCategorical:
         self._parts = [Categorical(Discrete(size)) for size in self._sizes]
         self.num_params = sum(self._sizes)
 
-    def sample(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+    def noise(self, rows: int, generator: torch.Generator) -> Tensor:
+        """What `sample` makes random, [rows, sum of A_k]."""
+        return torch.cat([part.noise(rows, generator) for part in self._parts], -1)
+
+    def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
         """Actions [B, K]."""
-        pairs = self._split(logits)
-        return torch.stack([part.sample(x, generator) for part, x in pairs], -1)
+        pairs = zip(self._split(logits), noise.split(self._sizes, -1), strict=True)
+        return torch.stack([part.sample(x, part_noise) for (part, x), part_noise in pairs], -1)
 
     def mode(self, logits: Tensor) -> Tensor:
         """The most likely actions [B, K]."""
@@ -229,10 +280,14 @@ class Bernoulli:
     def __init__(self, action: MultiBinary) -> None:
         self.num_params = action.num_bits
 
-    def sample(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+    def noise(self, rows: int, generator: torch.Generator) -> Tensor:
+        """What `sample` makes random, [rows, K]."""
+        shape = (rows, self.num_params)
+        return torch.empty(shape, device=generator.device).uniform_(generator=generator)
+
+    def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
         """Actions [B, K]."""
-        u = torch.empty_like(logits, dtype=torch.float32).uniform_(generator=generator)
-        return (u < logits.float().sigmoid()).long()
+        return (noise < logits.sigmoid()).long()
 
     def mode(self, logits: Tensor) -> Tensor:
         """The most likely actions [B, K]."""
@@ -241,11 +296,10 @@ class Bernoulli:
     def log_prob(self, logits: Tensor, action: Tensor) -> Tensor:
         """log pi(a|s) [B]."""
         # A bit's log-probability is logsigmoid(logit), with the logit's sign flipped for a 0.
-        return F.logsigmoid(logits.float() * (2 * action - 1)).sum(-1)
+        return F.logsigmoid(logits * (2 * action - 1)).sum(-1)
 
     def log_prob_entropy(self, logits: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """log pi(a|s) [B] and the entropy [B] in nats: the sums over the bits."""
-        logits = logits.float()
         entropy = F.softplus(logits) - logits * logits.sigmoid()
         return self.log_prob(logits, action), entropy.sum(-1)
 
@@ -276,18 +330,20 @@ class ActorCritic(nn.Module):
         distribution: Distribution,
         log_std_init: float,
         generator: torch.Generator,
+        arithmetic: Arithmetic = FP32,
     ) -> None:
         super().__init__()
-        self.policy_trunk, width = make_trunk(network, spec.obs_shape, generator)
+        self.policy_trunk, width = make_trunk(network, spec.obs_shape, generator, arithmetic)
         # A small last layer starts the policy near uniform (Andrychowicz et al. 2021, sec. 3.2).
         self.policy_head = _linear(width, distribution.num_params, 0.01, generator)
         self.value_trunk: nn.Module | None = None
         if not network.shared:
-            self.value_trunk, _ = make_trunk(network, spec.obs_shape, generator)
+            self.value_trunk, _ = make_trunk(network, spec.obs_shape, generator, arithmetic)
         self.value_head = _linear(width, 1, 1.0, generator)
         self.log_std: nn.Parameter | None = None
         if isinstance(distribution, Gaussian):
             self.log_std = nn.Parameter(torch.full((distribution.num_params,), log_std_init))
+        self.to(arithmetic.wide)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """obs [B, ...] -> distribution parameters [B, K], values [B]."""
@@ -309,3 +365,24 @@ class ActorCritic(nn.Module):
         if self.log_std is None:
             return params
         return torch.cat([params, self.log_std.expand_as(params)], -1)
+
+
+class QNetwork(nn.Module):
+    """obs -> one value per action."""
+
+    def __init__(
+        self,
+        network: NetworkSettings,
+        spec: EnvSpec,
+        num_actions: int,
+        generator: torch.Generator,
+        arithmetic: Arithmetic = FP32,
+    ) -> None:
+        super().__init__()
+        self.trunk, width = make_trunk(network, spec.obs_shape, generator, arithmetic)
+        self.head = _linear(width, num_actions, 1.0, generator)
+        self.to(arithmetic.wide)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """obs [B, ...] -> Q [B, A]."""
+        return self.head(self.trunk(obs))

@@ -12,7 +12,7 @@ from typing import Any
 
 NAMES = (
     "act", "d2h", "env", "preprocess", "store", "sample", "h2d", "learn",
-    "sync_weights", "wait", "log", "eval", "checkpoint",
+    "sync_weights", "wait", "compile", "log", "eval", "checkpoint",
 )  # fmt: skip
 
 

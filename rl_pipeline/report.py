@@ -74,6 +74,10 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         f"{counters['episodes']:,} games in {rate['wall_s']:.1f} s "
         f"(of it warm-up {rate['warmup_s']:.1f} s; start-up before it {_startup(result)} s)",
     )
+    if line := compile_line(result["compile"]):
+        grid.add_row("compile", line)
+    if skipped := counters["skipped_updates"]:
+        grid.add_row("", f"{skipped:,} updates skipped: their fp16 gradients were not finite")
     if "phases" in result:
         shares = [f"{name} {p['share']:.0%}" for name, p in result["phases"].items()]
         grid.add_row("time", "  ".join(shares[:8]))
@@ -98,6 +102,23 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         grid.add_row("", f"ship them later: python -m rl_pipeline.telemetry.writer {folder}")
     console.print()
     console.print(grid)
+
+
+def compile_line(found: dict[str, Any]) -> str:
+    """What compiling took and whether it pays; empty where nothing was compiled."""
+    if not found.get("graphs") and not found.get("graph_breaks"):
+        return ""
+    line = f"{found['seconds']:.1f} s for {found['graphs']} graphs"
+    if found["recompiles"]:
+        line += f", {found['recompiles']} of them recompiled for other shapes"
+    if found["graph_breaks"]:
+        line += f"; eager instead: {', '.join(found['fallbacks'])}"
+    if "update_speedup" in found:
+        eager, compiled = found["eager_update_s"] * 1e6, found["compiled_update_s"] * 1e6
+        line += f"; an update {eager:,.0f} -> {compiled:,.0f} us ({found['update_speedup']:.2f}x)"
+        pays = found["pays_back_after_updates"]
+        line += f", pays back after {pays:,} updates" if pays is not None else ", never pays back"
+    return line
 
 
 def shown_path(path: str) -> str:

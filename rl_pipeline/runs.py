@@ -16,8 +16,11 @@ from hydra.errors import HydraException
 
 from rl_pipeline.settings import ConfigError, Settings
 
-FIXED_ON_RESUME = ("seed", "env", "backend.name", "backend.num_envs", "buffer", "network", "algo")
-"""What makes a run the run it is."""
+FIXED_ON_RESUME = (
+    "seed", "env", "backend.name", "backend.num_envs", "buffer.name", "buffer.capacity",
+    "buffer.alpha", "buffer.beta", "network", "algo",
+)  # fmt: skip
+"""What makes a run the run it is. Where the replay's bytes live is not part of it."""
 
 
 def check_folder(settings: Settings, folder: Path) -> None:

@@ -18,16 +18,18 @@ import numpy as np
 import psutil
 import torch
 
-from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.checkpoint import Checkpoints
+from rl_pipeline.graphs import CompileLog
 from rl_pipeline.loops import sync
+from rl_pipeline.loops.schedule import Pace
 from rl_pipeline.phases import NullPhases, Phases
 from rl_pipeline.settings import Settings
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView
 from rl_pipeline.telemetry.recorder import Recorder, bottleneck
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker
-from rl_pipeline.types import Episode, Learner, Metrics, VecEnv
+from rl_pipeline.transfers import Transfers
+from rl_pipeline.types import Episode, Learner, Metrics, ReplayBuffer, VecEnv
 
 DRAIN_S = 60.0
 """How long a finished run waits for the tracking store to take the last rows."""
@@ -69,6 +71,16 @@ class StopRequest:
 
 
 @dataclass
+class Replay:
+    """What an off-policy run has beside its learner."""
+
+    buffer: ReplayBuffer
+    pace: Pace
+    save: bool
+    """The buffer's contents go into checkpoints."""
+
+
+@dataclass
 class Session:
     """The parts of a run, built by build.py, and what happens to them."""
 
@@ -77,8 +89,10 @@ class Session:
     facts: dict[str, Any]
     """Parts of result.json that are known before the first step."""
     envs: VecEnv
-    buffer: RolloutBuffer
     learner: Learner
+    loop: Callable[[sync.Counters, np.ndarray, sync.Hook], None]
+    """Trains from an observation [N, ...] on until the hook says stop."""
+    replay: Replay | None
     phases: Phases | NullPhases
     recorder: Recorder
     tracker: Tracker | NullTracker
@@ -89,12 +103,18 @@ class Session:
     """Scores of the n-th evaluation of this run; None once the function it is given is true."""
     synchronize: Callable[[], None]
     """Waits for the device."""
+    compile_log: CompileLog
+    transfers: Transfers
     counters: sync.Counters = field(default_factory=sync.Counters)
     stop: StopRequest = field(default_factory=StopRequest)
     _scores: np.ndarray | None = None
     _evals: int = 0
+    _updates_before: int = 0
+    """Of earlier sessions of this run."""
     _next_eval: int = 0
     _next_save: int = 0
+    _next_look: int = 0
+    """Env steps at which something other than a log tick is due."""
     _note: str = ""
 
     def run(self, resume_from: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -125,30 +145,35 @@ class Session:
         self._next_save = self._after(self.settings.checkpoint.every_steps)
         self.facts["startup"]["until_first_step_s"] = time.time() - psutil.Process().create_time()
         self.recorder.start(self.counters)
-        sync.run(
-            self.envs, self.buffer, self.learner, self.phases, self.counters,
-            self.settings.total_steps, obs, self._after_update,
-        )  # fmt: skip
+        self._look_at()
+        self.loop(self.counters, obs, self._after_turn)
         return self._note or None
+
+    def _look_at(self) -> None:
+        self._next_look = min(self.settings.total_steps, self._next_eval, self._next_save)
 
     def _after(self, every: int) -> int:
         """The next multiple of `every` env steps; never, for 0."""
         return (self.counters.env_steps // every + 1) * every if every else 2**62
 
-    def _after_update(self, obs: np.ndarray, metrics: Metrics) -> bool:
-        """Between rollouts: all that is not training. True stops the loop."""
-        with self.phases("log"):
-            games = self.envs.pop_episodes()
-            self.counters.episodes += len(games)
-            self.recorder.episodes(games)
-        steps = self.counters.env_steps
-        done = steps >= self.settings.total_steps or self.stop.reason is not None
-        if self.settings.max_wall_s and self.recorder.elapsed_s >= self.settings.max_wall_s:
-            self._note = f"max_wall_s={self.settings.max_wall_s:g} reached"
-            done = True
-        saves, evaluates = done or steps >= self._next_save, done or steps >= self._next_eval
-        if not (saves or evaluates or self.recorder.due):
+    def _after_turn(self, obs: np.ndarray, metrics: Callable[[], Metrics]) -> bool:
+        """All that is not training. True stops the loop.
+
+        Called after every environment step by some loops: a microsecond where nothing is due.
+        """
+        games = self.envs.pop_episodes()
+        if games:
+            with self.phases("log"):
+                self.counters.episodes += len(games)
+                self.recorder.episodes(games)
+        steps, limit = self.counters.env_steps, self.settings.max_wall_s
+        late = limit is not None and self.recorder.elapsed_s >= limit
+        if not (late or self.recorder.due or steps >= self._next_look or self.stop.reason):
             return False
+        if late:
+            self._note = f"max_wall_s={limit:g} reached"
+        done = late or steps >= self.settings.total_steps or self.stop.reason is not None
+        saves, evaluates = done or steps >= self._next_save, done or steps >= self._next_eval
         with self.phases("learn"):
             # What is still queued on the device is learning, not logging or saving.
             self.synchronize()
@@ -159,8 +184,9 @@ class Session:
         if evaluates and self.settings.eval.episodes and not self.stop.reason:
             self._evaluate(obs)
             self._next_eval = self._after(self.settings.eval.every_steps)
+        self._look_at()
         with self.phases("log"):
-            self._show(self.recorder.tick(self.counters, metrics))
+            self._show(self.recorder.tick(self.counters, metrics()))
         return done
 
     def _show(self, row: dict[str, float]) -> None:
@@ -209,7 +235,8 @@ class Session:
                     f"the weights are not finite at env step {self.counters.env_steps:,} and are "
                     "not saved; lower algo.learning_rate, the checkpoint before is kept"
                 )
-            self.checkpoints.save(self.counters.env_steps, state)
+            replay = self.replay.buffer.state_dict() if self.replay and self.replay.save else None
+            self.checkpoints.save(self.counters.env_steps, state, replay)
             score = self.recorder.return_mean
             if not self.settings.eval.episodes and score is not None:
                 self.checkpoints.offer_best(state, score)
@@ -220,6 +247,7 @@ class Session:
         return {
             "learner": self.learner.state_dict(),
             "counters": asdict(self.counters),
+            "pace": self.replay.pace.state_dict() if self.replay else None,
             "evals": self._evals,
             "recent": [list(game) for game in self.recorder.recent],
             "obs": torch.from_numpy(obs.copy()),
@@ -232,16 +260,34 @@ class Session:
     def _restore(self, state: dict[str, Any]) -> np.ndarray:
         exact = self.learner.load_state_dict(state["learner"])
         self.counters = sync.Counters(**state["counters"])
+        self._updates_before = self.counters.updates
         self._evals = state["evals"]
         self.recorder.episodes(Episode(*game) for game in state["recent"])
         known = state["env_state"] is not None
         self.facts["resume"] = {
             "from_env_steps": self.counters.env_steps, "exact": exact and known,
         }  # fmt: skip
+        if self.replay:
+            self._restore_replay(self.replay, state, known)
         if known:
             return self.envs.load_state(state["env_state"].numpy().tobytes())
         # This backend cannot export its environments: new episodes begin here.
         return self.envs.reset()
+
+    def _restore_replay(self, replay: Replay, state: dict[str, Any], known: bool) -> None:
+        contents = state["replay"]
+        if contents is None:
+            # Without contents the buffer fills as at the start of a run.
+            replay.pace.begin_anew(self.counters.env_steps)
+            self.facts["resume"]["exact"] = False
+        else:
+            replay.buffer.load_state_dict(contents)
+            replay.pace.load_state_dict(state["pace"])
+            if lost := replay.buffer.lost:
+                self.facts["resume"] |= {"exact": False, "lost_transitions": lost}
+            if not known:
+                replay.buffer.cut()
+        self.facts["resume"]["replay"] = "begun anew" if contents is None else "restored"
 
     def _finish(self, status: str, reason: str | None) -> dict[str, Any]:
         with ExitStack() as closing:
@@ -250,6 +296,8 @@ class Session:
             closing.callback(self._finish_tracking, result)
             for part in (self.hardware, self.recorder, self.progress, self.envs):
                 closing.callback(part.close)
+            if self.replay:
+                closing.callback(self.replay.buffer.close)
             _write_json(self.folder / "result.json", result)
         return result
 
@@ -293,11 +341,17 @@ class Session:
                 "episodes": 0 if scores is None else len(scores),
                 "eval_scores": [] if scores is None else [float(s) for s in scores],
             },
-            "compile": {"graphs": 0, "recompiles": 0, "graph_breaks": 0},
+            "compile": self.compile_log.report(self.counters.updates - self._updates_before),
             "accounting": {**cost, "share_of_steady_wall": sum(cost.values()) / wall},
             "hardware": self.hardware.facts(),
             "tracking": tracked,
         }
+        if fallbacks := self.compile_log.fallbacks:
+            result["effective"] = result["effective"] | {
+                "compile": f"eager for {', '.join(fallbacks)}: {next(iter(fallbacks.values()))}"
+            }
+        if copies := self.transfers.report(self.counters.env_steps):
+            result["transfers"] = copies
         if phases:
             result["phases"] = phases
             result["bottleneck"] = bottleneck(phases)

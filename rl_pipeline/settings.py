@@ -176,6 +176,41 @@ class PPOSettings(Frozen):
     """Initial log standard deviation of the Gaussian policy."""
 
 
+class DQNSettings(Frozen):
+    """Deep Q-learning (Mnih et al. 2015, doi:10.1038/nature14236)."""
+
+    name: Literal["dqn"]
+    learning_starts: Count = 1_000
+    """Env steps stored before the first update."""
+    batch_size: PositiveInt = 32
+    """Transitions per update."""
+    replay_ratio: PositiveFloat = 8.0
+    """Transitions drawn per env step: updates x batch_size / env steps, held at every turn."""
+    learning_rate: PositiveFloat = 1e-4
+    anneal_lr: bool = False
+    """Linearly to 0 over `total_steps`."""
+    adam_eps: PositiveFloat = 1e-8
+    gamma: Fraction = 0.99
+    n_step: PositiveInt = 1
+    """Rewards summed before the bootstrap; windows end where their episode ends."""
+    double: bool = False
+    """The learning network chooses the action that the target network values (van Hasselt et al.
+    2016, arXiv:1509.06461)."""
+    target_every: PositiveInt = 1_000
+    """Updates (as in the paper, not env steps) between moves of the target network."""
+    tau: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """How far the target moves towards the network each time; 1 copies it."""
+    error_clip: PositiveFloat | None = 1.0
+    """Where the Huber loss turns from quadratic to linear; null is half the squared error. With
+    rewards that are not clipped, large errors at ends lose their voice to it and Q can diverge."""
+    max_grad_norm: PositiveFloat = 10.0
+    epsilon_start: Fraction = 1.0
+    epsilon_end: Fraction = 0.05
+    """Probability of a random action in training. Evaluation has none."""
+    epsilon_fraction: Fraction = 0.1
+    """Part of `total_steps` over which epsilon falls, linearly."""
+
+
 class DeviceSettings(Frozen):
     """Where tensors live."""
 
@@ -183,15 +218,48 @@ class DeviceSettings(Frozen):
 
 
 class PrecisionSettings(Frozen):
-    """Arithmetic of the networks."""
+    """Arithmetic of the networks: facts that belong together."""
 
-    name: Literal["fp32"]
+    name: Literal["fp32", "tf32", "bf16", "fp16"]
+    autocast: Literal["bfloat16", "float16"] | None = None
+    """Type of matrix products and convolutions; logits, values and losses stay in float32."""
+    matmul: Literal["highest", "high"] = "highest"
+    """What is left in float32: `high` lets matrix products use TF32."""
+    loss_scale: PositiveFloat | None = None
+    """Initial loss scale, for fp16 gradients; null does without one."""
+
+    @model_validator(mode="after")
+    def _bundle(self) -> PrecisionSettings:
+        """The name says what the values are: a comparison groups by it."""
+        autocast = {"bf16": "bfloat16", "fp16": "float16"}.get(self.name)
+        matmul = "high" if self.name == "tf32" else "highest"
+        if (self.autocast, self.matmul) != (autocast, matmul):
+            raise ValueError(
+                f"precision.autocast and precision.matmul belong to precision={self.name}; choose "
+                "by precision=fp32, tf32, bf16 or fp16"
+            )
+        if (self.loss_scale is not None) != (self.name == "fp16"):
+            raise ValueError("precision.loss_scale goes with precision=fp16 and with no other")
+        return self
 
 
 class CompileSettings(Frozen):
-    """How act and update are compiled."""
+    """How act, advantages and updates are compiled."""
 
-    name: Literal["eager"]
+    name: Literal["eager", "default", "reduce_overhead", "max_autotune", "cudagraphs"]
+    backend: str | None = None
+    """Any torch.compile backend; null takes inductor, and for cudagraphs none: eager's kernels."""
+    fallback: bool = False
+    """A function that cannot be compiled runs eagerly, on record, instead of ending the run."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> CompileSettings:
+        if self.name == "eager" and (self.backend or self.fallback):
+            raise ValueError(
+                "compile.backend and compile.fallback have no effect with compile=eager; use "
+                "compile=default"
+            )
+        return self
 
 
 class ModeSettings(Frozen):
@@ -268,7 +336,7 @@ class Settings(Frozen):
     backend: BackendSettings
     buffer: BufferSettings
     network: NetworkSettings
-    algo: PPOSettings
+    algo: Annotated[PPOSettings | DQNSettings, Field(discriminator="name")]
     device: DeviceSettings
     precision: PrecisionSettings
     compile: CompileSettings
@@ -348,12 +416,6 @@ class Settings(Frozen):
             raise ValueError(
                 f"network=nature_cnn needs images, env={self.env.name} has none; use network=mlp"
             )
-        rows = self.algo.horizon * self.backend.num_envs
-        if rows % self.algo.num_minibatches:
-            raise ValueError(
-                f"algo.num_minibatches={self.algo.num_minibatches} must divide algo.horizon x "
-                f"backend.num_envs = {self.algo.horizon} x {self.backend.num_envs} = {rows}"
-            )
         if self.tracking.name == "none" and (self.tracking.uri or self.tracking.experiment):
             raise ValueError(
                 "tracking.uri and tracking.experiment have no effect with tracking=none; use "
@@ -362,3 +424,83 @@ class Settings(Frozen):
         if self.eval.every_steps and not self.eval.episodes:
             raise ValueError("eval.every_steps has no effect with eval.episodes=0")
         return self
+
+    @model_validator(mode="after")
+    def _learning(self) -> Settings:
+        """Refuse a buffer that the algorithm cannot learn from, and figures that never meet."""
+        algo, buffer = self.algo, self.buffer
+        if algo.name == "ppo":
+            if buffer.name != "rollout":
+                raise ValueError(
+                    f"buffer={buffer.name} does not go with algo=ppo, which learns only from what "
+                    "its present policy has done; use buffer=rollout or algo=dqn"
+                )
+            rows = algo.horizon * self.backend.num_envs
+            if rows % algo.num_minibatches:
+                raise ValueError(
+                    f"algo.num_minibatches={algo.num_minibatches} must divide algo.horizon x "
+                    f"backend.num_envs = {algo.horizon} x {self.backend.num_envs} = {rows}"
+                )
+        else:
+            if buffer.name == "rollout":
+                raise ValueError(
+                    f"buffer=rollout does not go with algo={algo.name}, which learns from old "
+                    "steps; use buffer=uniform or buffer=prioritized"
+                )
+            self._check_replay(algo)
+        self._check_buffer()
+        return self
+
+    def _check_replay(self, algo: DQNSettings) -> None:
+        capacity = self.buffer.capacity
+        if capacity is None:
+            raise ValueError(f"buffer.capacity must be given with buffer={self.buffer.name}")
+        # One row per environment waits for its successor, n_step of them for a whole window.
+        waiting = algo.n_step * self.backend.num_envs
+        for key, least in {
+            "algo.learning_starts": algo.learning_starts,
+            "algo.batch_size": algo.batch_size + waiting,
+        }.items():
+            if capacity < least:
+                raise ValueError(
+                    f"buffer.capacity={capacity:,} is less than {key} needs ({least:,}): learning "
+                    "would never begin; make it larger"
+                )
+        if algo.learning_starts >= self.total_steps:
+            raise ValueError(
+                f"algo.learning_starts={algo.learning_starts:,} is not reached in total_steps="
+                f"{self.total_steps:,}; lower it, or give more steps"
+            )
+
+    def _check_buffer(self) -> None:
+        buffer = self.buffer
+        for key in ("alpha", "beta"):
+            value = getattr(buffer, key)
+            if (buffer.name == "prioritized") != (value is not None):
+                raise ValueError(
+                    f"buffer.{key} goes with buffer=prioritized and with no other; it is {value} "
+                    f"on buffer={buffer.name}"
+                )
+        plain: dict[str, dict[str, Any]] = {
+            "rollout": {"capacity": None, "placement": "cpu", "prefetch": False, "save": True},
+            "deque": {"placement": "cpu", "prefetch": False},
+            # Its draws change with every priority: nothing can be copied ahead.
+            "prioritized": {"prefetch": False},
+            "memmap": {"placement": "cpu"},
+        }
+        if buffer.placement == "cuda" and buffer.prefetch:
+            raise ValueError(
+                "buffer.prefetch has no effect with buffer.placement=cuda, where nothing is "
+                "copied; leave it out"
+            )
+        for key, only in plain.get(buffer.name, {}).items():
+            value = getattr(buffer, key)
+            if value != only:
+                raise ValueError(
+                    f"buffer.{key}={value} has no effect on buffer={buffer.name}; leave it out"
+                )
+        if buffer.placement != "cpu" and self.device.name == "cpu":
+            raise ValueError(
+                f"buffer.placement={buffer.placement} is for a GPU and device=cpu has none; use "
+                "buffer.placement=cpu or device=cuda"
+            )

@@ -181,10 +181,13 @@ class VecEnv(Protocol):
 class ReplayBuffer(Protocol):
     """Transitions of many past policies, drawn at random."""
 
-    size: int
-    """Transitions that can be drawn now."""
-    nbytes: int
-    """Bytes of storage."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage."""
+
+    @property
+    def size(self) -> int:
+        """Transitions that can be drawn now."""
 
     def add(
         self, obs: np.ndarray, action: np.ndarray, extras: dict[str, torch.Tensor], step: Step
@@ -203,8 +206,12 @@ class ReplayBuffer(Protocol):
 
     def update_priorities(
         self, ids: np.ndarray | torch.Tensor, priorities: np.ndarray | torch.Tensor
-    ) -> int:
+    ) -> int | torch.Tensor:
         """Set the priorities [B] of drawn transitions; returns how many still existed."""
+
+    @property
+    def lost(self) -> int:
+        """Transitions that `load_state_dict` could not bring back (overwritten files)."""
 
     def state_dict(self) -> dict[str, Any]:
         """Contents, cursors, priorities and random state, on the CPU."""
@@ -212,9 +219,25 @@ class ReplayBuffer(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Strict inverse of `state_dict`."""
 
+    def close(self) -> None:
+        """Free threads and files; a second call does nothing."""
+
 
 class Learner(Protocol):
     """Owns parameters, optimizer and normalisers."""
+
+    def act_greedy(self, obs: np.ndarray) -> np.ndarray:
+        """Best actions for obs [N, ...], as evaluation uses them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training needs to continue, on the CPU."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Strict inverse of `state_dict`; False where random streams had to begin anew."""
+
+
+class RolloutLearner(Learner, Protocol):
+    """Learns from what its present policy has just done."""
 
     extras: tuple[str, ...]
     """Names of what `act` wants stored beside each step."""
@@ -222,14 +245,18 @@ class Learner(Protocol):
     def act(self, obs: np.ndarray) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
         """Sample actions for obs [N, ...]; the extras are stored beside the step."""
 
-    def act_greedy(self, obs: np.ndarray) -> np.ndarray:
-        """Best actions for obs [N, ...], as evaluation uses them."""
-
     def update(self, batch: Any, progress: float) -> Metrics:
         """Learn from one batch; `progress` in [0, 1] drives the schedules."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that training needs to continue, on the CPU."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Strict inverse of `state_dict`; False where random streams had to begin anew."""
+class ReplayLearner(Learner, Protocol):
+    """Learns from what any policy has done."""
+
+    def act(self, obs: np.ndarray, progress: float) -> np.ndarray:
+        """Actions for obs [N, ...] with exploration; `progress` in [0, 1] drives its schedule."""
+
+    def update(self, batch: Batch, progress: float) -> torch.Tensor:
+        """One optimizer step; returns the new priorities [B] of the batch."""
+
+    def metrics(self, progress: float) -> Metrics:
+        """Of the last update; called at the log tick only."""

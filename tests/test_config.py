@@ -37,6 +37,8 @@ def test_every_option_composes_to_valid_settings(override):
         extra += ["env.envpool_id=Pong-v5"]
     if override == "network=nature_cnn":
         extra = ["env=pong"]
+    if override.startswith("buffer=") and override != "buffer=rollout":
+        extra = ["algo=dqn"]
     if override == "tracking=server":
         extra = ["tracking.uri=http://127.0.0.1:1"]
     checked = settings(override, *extra)
@@ -95,6 +97,15 @@ def test_a_recipe_of_ones_own_wins_over_the_family_s(tmp_path, monkeypatch):
     assert config.recipe_of("ppo", "mine") == "ppo_mine"
 
 
+@pytest.mark.parametrize("env", ["cartpole", "acrobot", "lunarlander", "pong"])
+def test_dqn_has_recipes_too(env):
+    plain = settings("algo=dqn", f"env={env}")
+    bare = settings("algo=dqn", f"env={env}", "recipe=none")
+    assert plain.algo != bare.algo
+    assert plain.buffer.capacity >= 50_000
+    assert settings("algo=dqn", f"env={env}", "algo.gamma=0.5").algo.gamma == 0.5
+
+
 def test_an_environment_chooses_network_and_backend_and_the_command_line_wins():
     assert settings("env=pong").network.name == "nature_cnn"
     assert settings("env=gym", "env.id=X-v0").backend.name == "gymnasium"
@@ -146,9 +157,9 @@ def test_bad_values_name_the_setting_and_the_way_out(overrides, words):
     ("override", "words"),
     [
         ("backend.num_env=3", ["backend.num_env is not", "backend.num_envs"]),
-        ("precision=fp61", ["precision can be fp32"]),
-        ("precision=bf16", ["planned", "fp32"]),
-        ("algo=dqn", ["planned", "ppo"]),
+        ("precision=fp61", ["precision can be bf16, fp16, fp32, tf32"]),
+        ("mode=overlap", ["planned", "sync"]),
+        ("algo=sac", ["planned", "ppo"]),
         ("env=pnog", ["did you mean pong"]),
         ("env.kwargs.size=3", ["+env.kwargs.size=..."]),
     ],

@@ -146,7 +146,7 @@ def test_distributions_agree_with_torch_s(action):
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(7, dist.num_params, generator=generator)
     parts = reference(action, logits)
-    taken = dist.sample(logits, generator)
+    taken = dist.sample(logits, dist.noise(7, generator))
     assert taken.shape == (7, *action.shape) and taken.dtype == torch.int64
     log_prob = sum(part.log_prob(taken[:, k].to(logits.dtype)) for k, part in enumerate(parts))
     entropy = sum(part.entropy() for part in parts)
@@ -165,7 +165,8 @@ def test_samples_follow_the_probabilities(action):
     dist = make_distribution(action)
     logits = torch.tensor([[0.3, -1.2, 1.0, 0.4, -0.7][: dist.num_params]])
     n = 40_000
-    taken = dist.sample(logits.expand(n, -1), torch.Generator().manual_seed(1))
+    noise = dist.noise(n, torch.Generator().manual_seed(1))
+    taken = dist.sample(logits.expand(n, -1), noise)
     places = np.prod([3, 2] if isinstance(action, MultiDiscrete) else [2, 2])
     index = taken[:, 0] * 2 + taken[:, 1]
     counts = torch.bincount(index, minlength=int(places)) / n

@@ -407,15 +407,28 @@ def test_random_streams_differ_by_name_seed_and_index():
 
 LAYERS = [
     {"types", "settings", "cpus", "auto"},
-    {"runtime", "phases", "envs", "buffers", "losses", "models"},
+    {
+        "runtime",
+        "precision",
+        "graphs",
+        "builders",
+        "optim",
+        "transfers",
+        "phases",
+        "envs",
+        "buffers",
+        "losses",
+        "models",
+    },  # fmt: skip
     {"policies", "learners"},
     {"loops"},
     {"session"},
+    {"training"},
     {"build"},
     {"train"},
 ]
 LEAVES = {"telemetry", "checkpoint", "evaluate"}
-FRAME = {"config", "runs", "report", "study", "train", "build", "session"}
+FRAME = {"config", "runs", "report", "study", "train", "build", "session", "training"}
 """The frame around a run: reads configs and results, never imported by the rooms."""
 
 

@@ -27,8 +27,13 @@ def spec(num_envs: int = 4, action: Discrete | Continuous | None = None) -> EnvS
     return EnvSpec("test", "test", num_envs, (3,), np.dtype(np.float32), action or Discrete(2))
 
 
-def learner(num_envs: int = 4, action: Discrete | Continuous | None = None, **cfg) -> PPO:
-    runtime = Runtime(CPU, "", ThreadPlan(1, 1, 1, 1), seed=3)
+def learner(
+    num_envs: int = 4,
+    action: Discrete | Continuous | None = None,
+    runtime: Runtime | None = None,
+    **cfg,
+) -> PPO:
+    runtime = runtime or Runtime(CPU, "", ThreadPlan(1, 1, 1, 1), seed=3)
     options = {"name": "ppo", "horizon": 8, "num_minibatches": 2} | cfg
     network = NetworkSettings(name="mlp", hidden=(16,))
     return PPO(PPOSettings(**options), network, spec(num_envs, action), runtime, NullPhases())
@@ -261,7 +266,7 @@ def test_parameters_and_gradients_are_views_of_flat_vectors():
 def test_distributions_match_torch():
     params, rng = torch.randn(50, 3), torch.Generator().manual_seed(0)
     ours = make_distribution(Discrete(3))
-    action = ours.sample(params, rng)
+    action = ours.sample(params, ours.noise(50, rng))
     log_prob, entropy = ours.log_prob_entropy(params, action)
     reference = Categorical(logits=params)
     torch.testing.assert_close(log_prob, reference.log_prob(action))
@@ -269,7 +274,7 @@ def test_distributions_match_torch():
 
     params = torch.randn(50, 4)
     gaussian = make_distribution(BOX)
-    action = gaussian.sample(params, rng)
+    action = gaussian.sample(params, gaussian.noise(50, rng))
     log_prob, entropy = gaussian.log_prob_entropy(params, action)
     mean, log_std = params.chunk(2, -1)
     normal = Independent(Normal(mean, log_std.exp()), 1)
@@ -280,12 +285,14 @@ def test_distributions_match_torch():
 def test_sampling_follows_the_distribution():
     rng = torch.Generator().manual_seed(0)
     probs = torch.tensor([0.1, 0.6, 0.3])
-    draws = make_distribution(Discrete(3)).sample(probs.log().expand(20_000, 3), rng)
+    ours = make_distribution(Discrete(3))
+    draws = ours.sample(probs.log().expand(20_000, 3), ours.noise(20_000, rng))
     counts = torch.bincount(draws, minlength=3) / 20_000
     sigma = (probs * (1 - probs) / 20_000).sqrt()
     assert ((counts - probs).abs() < 5 * sigma).all()
     params = torch.tensor([0.5, -2.0, 0.0, -1.0]).expand(20_000, 4)
-    actions = make_distribution(BOX).sample(params, rng)
+    gaussian = make_distribution(BOX)
+    actions = gaussian.sample(params, gaussian.noise(20_000, rng))
     assert actions.mean(0).tolist() == pytest.approx([0.5, -2.0], abs=0.04)
     assert actions.std(0).tolist() == pytest.approx([1.0, np.exp(-1)], rel=0.04)
 

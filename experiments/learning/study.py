@@ -1,4 +1,4 @@
-"""Does PPO learn what it should, equally on both backends? Run by `make learn`.
+"""Do PPO and DQN learn what they should, equally on both backends? Run by `make learn`.
 
 Every cell (task, backend, seed) that has a result under results/ is skipped, so that the study can
 be stopped and continued. Arguments: names of tasks to run; none means all.
@@ -32,6 +32,12 @@ class Task:
     """Greedy evaluation return that counts as learned."""
     rule: str
     """`most`: all but one seed reach the bar; `mean`: the mean over seeds does."""
+    algo: str = "ppo"
+
+    @property
+    def name(self) -> str:
+        """As on the command line and in file names; PPO goes without saying."""
+        return self.env if self.algo == "ppo" else f"{self.algo}-{self.env}"
 
 
 TASKS = [
@@ -39,18 +45,20 @@ TASKS = [
     Task("acrobot", ("envpool",), (1, 2, 3), 300_000, -100, "mean"),
     Task("pendulum", ("envpool",), (1, 2, 3), 500_000, -300, "mean"),
     Task("halfcheetah", ("envpool",), (1, 2, 3), 1_000_000, 1200, "mean"),
+    Task("cartpole", ("gymnasium",), (1, 2, 3, 4, 5), 100_000, 475, "most", "dqn"),
+    Task("acrobot", ("gymnasium",), (1, 2, 3), 100_000, -100, "mean", "dqn"),
 ]
 
 
 def run_cell(task: Task, backend: str, seed: int) -> None:
     """Train one cell and keep the part of its record that the study needs."""
-    path = RESULTS / f"{task.env}-{backend}-{seed}.json"
+    path = RESULTS / f"{task.name}-{backend}-{seed}.json"
     if path.exists():
         return
     folder = HERE / "runs" / path.stem
     shutil.rmtree(folder, ignore_errors=True)  # a cell that was stopped begins anew
     overrides = [
-        f"env={task.env}", f"backend={backend}", f"seed={seed}",
+        f"algo={task.algo}", f"env={task.env}", f"backend={backend}", f"seed={seed}",
         f"total_steps={task.total_steps}", f"eval.every_steps={task.total_steps // 10}",
         "tracking=none", "checkpoint.every_steps=0",
     ]  # fmt: skip
@@ -81,7 +89,7 @@ def run_cell(task: Task, backend: str, seed: int) -> None:
 
 def load(task: Task, backend: str) -> list[dict]:
     """The results of a task on a backend, by seed."""
-    paths = [RESULTS / f"{task.env}-{backend}-{seed}.json" for seed in task.seeds]
+    paths = [RESULTS / f"{task.name}-{backend}-{seed}.json" for seed in task.seeds]
     return [json.loads(p.read_text()) for p in paths if p.exists()]
 
 
@@ -122,7 +130,7 @@ def table() -> str:
                 verdict = len(final) == len(task.seeds) and final.mean() >= task.bar
                 bar = f"mean >= {task.bar:g}"
             lines.append(
-                f"| {task.env} | {backend} | {task.total_steps:,} | "
+                f"| {task.name} | {backend} | {task.total_steps:,} | "
                 f"{', '.join(f'{x:.0f}' for x in final)} | "
                 f"{final.mean():.1f} [{low:.1f}, {high:.1f}] | {bar} | "
                 f"{'yes' if verdict else 'NO'} ({reached}/{len(final)}) |"
@@ -183,7 +191,7 @@ def picture() -> None:
             axis.plot(steps, values.mean(0), marker="o", markersize=3, label=backend)
             axis.fill_between(steps, bands[:, 0], bands[:, 1], alpha=0.2)
         axis.axhline(task.bar, color="grey", linestyle=":", linewidth=1)
-        axis.set_title(task.env)
+        axis.set_title(task.name)
         axis.set_xlabel("env steps")
         axis.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
         axis.legend(frameon=False, fontsize=8)
@@ -194,11 +202,11 @@ def picture() -> None:
 
 def main() -> None:
     """Run what is missing, then write the table and the picture."""
-    wanted = set(sys.argv[1:]) or {task.env for task in TASKS}
-    if unknown := wanted - {task.env for task in TASKS}:
+    wanted = set(sys.argv[1:]) or {task.name for task in TASKS}
+    if unknown := wanted - {task.name for task in TASKS}:
         raise SystemExit(f"no such task: {', '.join(sorted(unknown))}")
     for task in TASKS:
-        if task.env in wanted:
+        if task.name in wanted:
             for seed in task.seeds:
                 for backend in task.backends:
                     run_cell(task, backend, seed)

@@ -37,6 +37,11 @@ class Prefetch:
         return self._replay.size
 
     @property
+    def lost(self) -> int:
+        """Of the replay."""
+        return self._replay.lost
+
+    @property
     def nbytes(self) -> int:
         """Of the replay."""
         return self._replay.nbytes

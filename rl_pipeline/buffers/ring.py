@@ -176,6 +176,9 @@ class Ring(ABC):
     def nbytes(self) -> int:
         """Bytes of storage."""
 
+    lost: int = 0
+    """Transitions that `load_state_dict` could not bring back."""
+
     def close(self) -> None:  # noqa: B027, most hold nothing
         """Free what is held outside memory; a second call does nothing."""
 

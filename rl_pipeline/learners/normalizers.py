@@ -59,9 +59,19 @@ class ObsNormalizer:
         self._mean = self.moments.mean.float()
         self._scale = (self.moments.variance + 1e-8).rsqrt().float()
 
-    def __call__(self, obs: Tensor) -> Tensor:
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What `apply` needs beside obs; graphs take it as arguments, so that it can move."""
+        return (self._mean, self._scale)
+
+    @staticmethod
+    def apply(obs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         """obs [B, *shape] -> float32 of the same shape."""
-        return ((obs - self._mean) * self._scale).clamp_(-CLIP, CLIP)
+        return ((obs - mean) * scale).clamp(-CLIP, CLIP)
+
+    def __call__(self, obs: Tensor) -> Tensor:
+        """`apply` with the statistics of now."""
+        return self.apply(obs, *self.tensors)
 
     def update(self, obs: Tensor, valid: Tensor) -> None:
         """Take in the rows of obs [B, *shape] that are valid."""
@@ -80,6 +90,13 @@ class ObsNormalizer:
 
 class Identity:
     """The normaliser that does nothing."""
+
+    tensors: tuple[Tensor, ...] = ()
+
+    @staticmethod
+    def apply(obs: Tensor) -> Tensor:
+        """obs as it is."""
+        return obs
 
     def __call__(self, obs: Tensor) -> Tensor:
         """obs as it is."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,9 @@ from rl_pipeline.runtime import Runtime
 from rl_pipeline.settings import NetworkSettings, PPOSettings
 from rl_pipeline.types import EnvSpec, Metrics
 
+APPROX_KL = PPOTerms._fields.index("approx_kl")
+MAX_ABS_LOG_RATIO = PPOTerms._fields.index("max_abs_log_ratio")
+
 
 class PPO:
     """Owns the network, the optimizer, the normalisers and two random streams."""
@@ -42,12 +44,10 @@ class PPO:
         self._device = runtime.device
         self._dist = make_distribution(spec.action)
         init = torch.Generator().manual_seed(runtime.generator("init").initial_seed())
-        self._net = ActorCritic(network, spec, self._dist, settings.log_std_init, init)
-        self._net.to(self._device)
+        self._net = ActorCritic(
+            network, spec, self._dist, settings.log_std_init, init, runtime.arithmetic
+        ).to(self._device)
         self.params = FlatParameters(self._net)
-        self._optimizer = runtime.optimizer(
-            self.params.values, self.params.grads, settings.adam_eps, settings.max_grad_norm
-        )
         self._act_rng = runtime.generator("act")
         self._update_rng = runtime.generator("update")
         self._normalize_obs: ObsNormalizer | Identity = Identity()
@@ -56,17 +56,24 @@ class PPO:
             self._normalize_obs = ObsNormalizer(spec.obs_shape, self._device)
         if settings.normalize_reward:
             self._normalize_reward = RewardNormalizer(spec.num_envs, settings.gamma, self._device)
-        self._sample = runtime.compile(self._sample_eager)
-        self._loss = runtime.compile(self._loss_eager)
+        self._act = runtime.compile("act", self._sample, [self.params])
+        self._score = runtime.compile("score", self._log_prob_value, [self.params])
+        self._advantage = runtime.replay("advantage", self._advantage_target)
+        self._step = runtime.gradient_step(
+            "update", self._loss, self.params, settings.adam_eps, settings.max_grad_norm
+        )
 
     # -- acting ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def act(self, obs: np.ndarray) -> tuple[np.ndarray, dict[str, Tensor]]:
         """Sample actions for obs [N, ...]; log-probs and values [N] stay on the device."""
-        action, log_prob, value = self._sample(self._to_device(obs))
+        noise = self._dist.noise(len(obs), self._act_rng)
+        action, log_prob, value = self._act(
+            self._to_device(obs), noise, *self._normalize_obs.tensors
+        )
         with self._phases("d2h"):
-            host = action.cpu().numpy()
+            host = self._runtime.transfers.to_host(action)
         return host, {"log_prob": log_prob, "value": value}
 
     @torch.inference_mode()
@@ -76,17 +83,15 @@ class PPO:
         return self._dist.mode(params).cpu().numpy()
 
     def _to_device(self, obs: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(obs)
         if self._device.type == "cpu":
-            return tensor
+            return torch.from_numpy(obs)
         with self._phases("h2d"):
-            return tensor.to(self._device, non_blocking=True)
+            return self._runtime.transfers.to_device(obs)
 
-    def _sample_eager(self, obs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with self._runtime.autocast():
-            params, value = self._net(self._normalize_obs(obs))
-        action = self._dist.sample(params, self._act_rng)
-        return action, self._dist.log_prob(params, action), value.float()
+    def _sample(self, obs: Tensor, noise: Tensor, *stats: Tensor) -> tuple[Tensor, ...]:
+        params, value = self._net(self._normalize_obs.apply(obs, *stats))
+        action = self._dist.sample(params, noise)
+        return action, self._dist.log_prob(params, action), value
 
     # -- learning -------------------------------------------------------------------------------
 
@@ -95,84 +100,105 @@ class PPO:
 
         Metrics are tensors: reading them is the caller's moment to wait for the device.
         """
-        cfg = self._cfg
+        cfg, attempted, skipped = self._cfg, self._step.attempted, self._step.skipped()
         rate = cfg.learning_rate * (1 - progress if cfg.anneal_lr else 1.0)
         batch, explained_variance = self._prepare(rollout)
-        terms: list[PPOTerms] = []
+        terms: list[Tensor] = []
         norms: list[Tensor] = []
         for _ in range(cfg.num_epochs):
-            for minibatch in self._minibatches(batch):
-                loss = self._loss(minibatch)
-                loss.loss.backward()
-                norms.append(self._optimizer.step(rate))
-                # Kept without its graph; nothing is read back until the log tick.
-                terms.append(loss._replace(loss=loss.loss.detach()))
-            if cfg.target_kl is not None and terms[-1].approx_kl.item() > 1.5 * cfg.target_kl:
+            epoch, norm = self._step(rate, self._order(len(batch[0])), *batch)
+            # Nothing is read back until the log tick.
+            terms.append(epoch)
+            norms.append(norm)
+            if cfg.target_kl is not None and epoch[-1, APPROX_KL].item() > 1.5 * cfg.target_kl:
                 break
         # The statistics move last, so that acting and learning shared one normalisation.
         self._normalize_obs.update(rollout.obs[:-1].flatten(0, 1), rollout.valid.flatten())
-        means = [torch.stack(column).mean() for column in zip(*terms, strict=True)]
+        means = torch.cat(terms).mean(0)
         metrics: dict[str, Tensor | float] = {
             f"loss/{name.removesuffix('_loss')}": mean
-            for name, mean in zip(PPOTerms._fields, means, strict=True)
+            for name, mean in zip(PPOTerms._fields, means.unbind(), strict=True)
             if name != "max_abs_log_ratio"
         }
         metrics["loss/total"] = metrics.pop("loss/loss")
-        metrics["health/max_abs_log_ratio_first_minibatch"] = terms[0].max_abs_log_ratio
-        metrics["loss/grad_norm"] = torch.stack(norms).mean()
+        metrics["health/max_abs_log_ratio_first_minibatch"] = terms[0][0, MAX_ABS_LOG_RATIO]
+        metrics["loss/grad_norm"] = torch.cat(norms).mean()
         metrics["loss/explained_variance"] = explained_variance
         metrics["loss/learning_rate"] = rate
-        metrics["updates"] = float(len(terms))
+        metrics["skipped_updates"] = float(self._step.skipped() - skipped)
+        metrics["updates"] = self._step.attempted - attempted - metrics["skipped_updates"]
         return metrics
 
-    def _minibatches(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """The rows of `batch` once, in random order, in equal parts."""
+    def _order(self, rows: int) -> Tensor | None:
+        """All rows once in random order, as minibatches [K, M]; None for a single one."""
         if self._cfg.num_minibatches == 1:
-            yield batch  # the order of a sum does not matter: no gather
-            return
-        rows = batch["valid"].shape[0]
+            return None  # the order of a sum does not matter: no gather
         order = torch.randperm(rows, generator=self._update_rng, device=self._device)
-        for index in order.view(self._cfg.num_minibatches, -1):
-            yield {name: x[index] for name, x in batch.items()}
+        return order.view(self._cfg.num_minibatches, -1)
 
     @torch.no_grad()
-    def _prepare(self, rollout: Rollout) -> tuple[dict[str, Tensor], Tensor]:
-        """Flat rows [T*N] of everything the loss needs; explained variance of the old values."""
-        cfg = self._cfg
-        value = rollout.extras["value"]
-        with self._runtime.autocast():
-            last = self._net.value(self._normalize_obs(rollout.obs[-1])).float()
-        values = torch.cat([value, last.unsqueeze(0)])
+    def _prepare(self, rollout: Rollout) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Flat rows [T*N] of all that the loss takes; explained variance of the old values."""
+        obs = self._normalize_obs(rollout.obs[:-1].flatten(0, 1))
+        action = rollout.action.flatten(0, 1)
+        log_prob, value = rollout.extras["log_prob"], rollout.extras["value"]
+        if not self._runtime.arithmetic.exact:
+            # In low precision a row's log-prob depends on the shape of the batch it came in: those
+            # of the behaviour policy are taken again as the update will, in its own batches.
+            size = len(obs) // self._cfg.num_minibatches
+            parts = zip(obs.split(size), action.split(size), strict=True)
+            scores = [self._score(*part) for part in parts]
+            log_prob, value = (torch.cat(x).view_as(value) for x in zip(*scores, strict=True))
+        last = self._net.value(self._normalize_obs(rollout.obs[-1]))
         reward = self._normalize_reward(rollout.reward, rollout.ended, rollout.valid)
-        advantage = gae(
-            reward, rollout.discount, rollout.ended, rollout.valid, values,
-            cfg.gamma, cfg.gae_lambda,
-        )  # fmt: skip
-        batch = {
-            "obs": self._normalize_obs(rollout.obs[:-1].flatten(0, 1)),
-            "action": rollout.action.flatten(0, 1),
-            "log_prob": rollout.extras["log_prob"].flatten(),
-            "value": value.flatten(),
-            "advantage": advantage.flatten(),
-            "target": (advantage + value).flatten(),
-            "valid": rollout.valid.flatten().float(),
-        }
-        target, weight = batch["target"], row_weights(batch["valid"])
-        spread = torch.dot((target - torch.dot(target, weight)) ** 2, weight)
-        residual = torch.dot((target - batch["value"]) ** 2, weight)
-        return batch, 1 - residual / spread.clamp(min=1e-12)
+        advantage, target, valid, explained_variance = self._advantage(
+            reward, rollout.discount, rollout.ended, rollout.valid, value, last
+        )
+        batch = (obs, action, log_prob.flatten(), value.flatten(), advantage, target, valid)
+        return batch, explained_variance
 
-    def _loss_eager(self, batch: dict[str, Tensor]) -> PPOTerms:
+    def _log_prob_value(self, obs: Tensor, action: Tensor) -> tuple[Tensor, ...]:
+        params, value = self._net(obs)
+        return self._dist.log_prob(params, action), value
+
+    def _advantage_target(
+        self,
+        reward: Tensor,
+        discount: Tensor,
+        ended: Tensor,
+        valid: Tensor,
+        value: Tensor,
+        last: Tensor,
+    ) -> tuple[Tensor, ...]:
+        values = torch.cat([value, last.unsqueeze(0)])
+        advantage = gae(
+            reward, discount, ended, valid, values, self._cfg.gamma, self._cfg.gae_lambda
+        ).flatten()
+        value, mask = value.flatten(), valid.flatten().to(value.dtype)
+        target, weight = advantage + value, row_weights(mask)
+        spread = torch.dot((target - torch.dot(target, weight)) ** 2, weight)
+        residual = torch.dot((target - value) ** 2, weight)
+        return advantage, target, mask, 1 - residual / spread.clamp(min=1e-12)
+
+    def _loss(
+        self,
+        obs: Tensor,
+        action: Tensor,
+        old_log_prob: Tensor,
+        old_value: Tensor,
+        advantage: Tensor,
+        target: Tensor,
+        valid: Tensor,
+    ) -> tuple[Tensor, ...]:
         cfg = self._cfg
-        with self._runtime.autocast():
-            params, value = self._net(batch["obs"])
-        log_prob, entropy = self._dist.log_prob_entropy(params, batch["action"])
-        return ppo_loss(
-            log_prob, entropy, value.float(), batch["log_prob"], batch["value"],
-            batch["advantage"], batch["target"], batch["valid"],
+        params, value = self._net(obs)
+        log_prob, entropy = self._dist.log_prob_entropy(params, action)
+        terms = ppo_loss(
+            log_prob, entropy, value, old_log_prob, old_value, advantage, target, valid,
             cfg.ratio_clip, cfg.value_clip, cfg.value_coef, cfg.entropy_coef,
             cfg.normalize_advantage,
         )  # fmt: skip
+        return terms.loss, torch.stack(terms).detach()
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -181,7 +207,7 @@ class PPO:
         return {
             "device": self._device.type,
             "params": self.params.values.detach().cpu().clone(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self._step.adam.state_dict(),
             "normalize_obs": self._normalize_obs.state_dict(),
             "normalize_reward": self._normalize_reward.state_dict(),
             "act_rng": self._act_rng.get_state(),
@@ -195,7 +221,7 @@ class PPO:
         seeds that the run has not used before.
         """
         self.params.load(state["params"].to(self._device))
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._step.adam.load_state_dict(state["optimizer"])
         self._normalize_obs.load_state_dict(state["normalize_obs"])
         self._normalize_reward.load_state_dict(state["normalize_reward"])
         exact = state["device"] == self._device.type

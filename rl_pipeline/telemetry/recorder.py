@@ -23,6 +23,11 @@ STEADY_WINDOWS = 3
 WARMUP_CAP_S = 30.0
 """The steady state begins no later than this after the first update."""
 
+NOT_TRAINING = ("compile", "eval", "checkpoint")
+"""Phases that no bottleneck is looked for in."""
+COUNTED = ("updates", "skipped_updates")
+"""Metrics of an update that the loop adds up."""
+
 
 class Counts(Protocol):
     """What the recorder reads off the loop's counters."""
@@ -49,6 +54,7 @@ class Recorder:
         hardware_window: Callable[[], dict[str, float]],
         warm: Callable[[], bool],
         clock: Callable[[], float] = time.perf_counter,
+        compile_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._every_s, self._frame_skip, self._clock = every_s, frame_skip, clock
         self._phase_window, self._hardware_window, self._warm = (
@@ -61,6 +67,7 @@ class Recorder:
         self._begin = self._tick_at = clock()
         self._tick_steps = self._tick_updates = 0
         self._excluded_s = 0.0
+        self._compile_seconds, self._compiled_s = compile_seconds, 0.0
         self.phase_s: dict[str, float] = {}
         self.wall_s = 0.0
         """Since `start`, all included."""
@@ -113,7 +120,10 @@ class Recorder:
         """
         used = time.thread_time()
         now = self._clock()
-        seconds = max(now - self._tick_at - self._excluded_s, 1e-9)
+        # Graphs may be built at any time: what that took is not training either.
+        compiled = self._compile_seconds() - self._compiled_s
+        self._compiled_s += compiled
+        seconds = max(now - self._tick_at - self._excluded_s - compiled, 1e-9)
         steps, updates = counts.env_steps - self._tick_steps, counts.updates - self._tick_updates
         phases = self._phase_window()
         wall = now - self._tick_at
@@ -127,7 +137,7 @@ class Recorder:
             and counts.updates
             and (self._warm() or self.wall_s > WARMUP_CAP_S)
         ):
-            self.warmup_s = self.wall_s
+            self.warmup_s = self.wall_s - self._compiled_s
         row = {
             "throughput/env_steps_per_s": steps / seconds,
             "throughput/frames_per_s": steps * self._frame_skip / seconds,
@@ -135,11 +145,13 @@ class Recorder:
             "count/updates": float(counts.updates),
             "count/episodes": float(counts.episodes),
         }
+        if counts.skipped_updates:
+            row["count/skipped_updates"] = float(counts.skipped_updates)
         row |= {f"phase/{name}_share": s / wall for name, s in phases.items()}
         if phases:
             row["phase/other_share"] = max(0.0, 1 - sum(phases.values()) / wall)
         # The one moment at which metrics are read off the device.
-        row |= {name: float(value) for name, value in metrics.items() if name != "updates"}
+        row |= {name: float(value) for name, value in metrics.items() if name not in COUNTED}
         if self.recent:
             row["return/train"] = float(np.mean([e.return_raw for e in self.recent]))
             row["return/train_learner"] = float(np.mean([e.return_train for e in self.recent]))
@@ -181,8 +193,8 @@ class Recorder:
             "windows": len(windows),
             "steady": steady,
             "steady_s": seconds if steady else 0.0,
-            "warmup_s": self.wall_s if self.warmup_s is None else self.warmup_s,
-            "compile_s": 0.0,
+            "warmup_s": self.wall_s - self._compiled_s if self.warmup_s is None else self.warmup_s,
+            "compile_s": self._compiled_s,
             "wall_s": self.wall_s,
         }
 
@@ -203,7 +215,7 @@ class Recorder:
 
 def bottleneck(phases: dict[str, dict[str, float]]) -> dict[str, Any] | None:
     """The largest training phase and what the loop would gain if it cost nothing (Amdahl)."""
-    training = {n: p["seconds"] for n, p in phases.items() if n not in ("eval", "checkpoint")}
+    training = {n: p["seconds"] for n, p in phases.items() if n not in NOT_TRAINING}
     total = sum(training.values())
     if not total:
         return None

@@ -1,0 +1,164 @@
+"""What precision and compilation give in whole training runs. Run by `make precision-compile`.
+
+Every cell (task, precision, compile mode, seed) that has a result is skipped, so that the study
+can be stopped and continued. QUICK=1 runs short ones once, into a folder of their own. Arguments:
+names of tasks to run; none means all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import bootstrap
+
+HERE = Path(__file__).parent
+QUICK = bool(os.environ.get("QUICK"))
+RESULTS = HERE / ("quick" if QUICK else "results")
+TASKS = {  # seeds; steps of the quick form
+    "cartpole_ppo": ((1, 2, 3), 10_000),
+    "pong_ppo": ((1, 2), 2_048),
+    "halfcheetah_ppo": ((1, 2), 10_240),
+    "cartpole_dqn": ((1, 2, 3), 4_000),
+}
+CELLS = [
+    (precision, compiled) for compiled in ("eager", "default") for precision in ("fp32", "bf16")
+]
+
+
+def run_cell(task: str, precision: str, compiled: str, seed: int) -> None:
+    """Train one cell in a fresh process and keep the part of its record that the table needs."""
+    path = RESULTS / f"{task}-{precision}-{compiled}-{seed}.json"
+    if path.exists():
+        return
+    folder = HERE / "runs" / path.stem
+    shutil.rmtree(folder, ignore_errors=True)  # a cell that was stopped begins anew
+    overrides = [
+        f"experiment=speed_{task}", f"precision={precision}", f"compile={compiled}",
+        f"seed={seed}", "tracking=none",
+    ]  # fmt: skip
+    if QUICK:
+        overrides += [f"total_steps={TASKS[task][1]}", "eval.episodes=0", "log_every_s=0.3"]
+    print(" ".join(overrides), flush=True)
+    subprocess.run(
+        [sys.executable, "-m", "rl_pipeline.train", *overrides, f"hydra.run.dir={folder}"],
+        check=True, stdout=subprocess.DEVNULL,
+        # Its own, so that the first seed of a cell builds its graphs and the others load them.
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(HERE / "runs" / "cache")},
+    )  # fmt: skip
+    result = json.loads((folder / "result.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    key = "health/max_abs_log_ratio_first_minibatch"
+    ratios = [r["metrics"][key] for r in rows if key in r["metrics"]]
+    kept = ("status", "seed", "overrides", "effective", "counters", "returns", "throughput")
+    record = {key: result[key] for key in (*kept, "compile")} | {
+        "max_abs_log_ratio": max(ratios, default=None),
+        "git": result["provenance"]["git"],
+        # This study's own results do not make its code another one.
+        "dirty": [
+            name
+            for name in result["provenance"]["dirty_files"] or []
+            if not name.startswith("experiments/precision_compile/")
+        ],
+        "cpu": result["hardware"]["cpu_model"],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def load(task: str, precision: str, compiled: str) -> list[dict]:
+    """The results of a cell, by seed."""
+    seeds = TASKS[task][0]
+    paths = [RESULTS / f"{task}-{precision}-{compiled}-{seed}.json" for seed in seeds]
+    return [json.loads(p.read_text()) for p in paths if p.exists()]
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean over seeds; values [seeds]."""
+    if len(values) < 2 or np.ptp(values) == 0:
+        return float(values[0]), float(values[0])
+    found = bootstrap(
+        (values,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0)
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def score(result: dict) -> float:
+    """Greedy evaluation, else the last training episodes, else NaN."""
+    returns = result["returns"]
+    value = returns["eval_mean"] if returns["eval_mean"] is not None else returns["train_mean"]
+    return float("nan") if value is None else value
+
+
+def table() -> str:
+    """One row per task and cell, in Markdown."""
+    lines = [
+        "| task | precision | compile | env steps/s | updates/s | vs fp32 eager | compile s "
+        "(cold, cached) | pays back after | return at equal steps [95 %] | max abs log ratio |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for task in TASKS:
+        base: float | None = None
+        for precision, compiled in CELLS:
+            results = load(task, precision, compiled)
+            if not results:
+                continue
+            steps, updates = (
+                np.array([r["throughput"][key] for r in results])
+                for key in ("env_steps_per_s", "updates_per_s")
+            )
+            base = base or float(np.median(updates))
+            returns = np.array([score(r) for r in results])
+            low, high = interval(returns)
+            note = "" if all(r["throughput"]["steady"] for r in results) else "*"
+            ratios = [r["max_abs_log_ratio"] for r in results if r["max_abs_log_ratio"] is not None]
+            lines.append(
+                f"| {task} | {precision} | {compiled} | {np.median(steps):,.0f}{note} | "
+                f"{np.median(updates):,.0f} | {np.median(updates) / base:.2f}x | "
+                f"{compile_cost(results)} | {pays_back(results)} | "
+                f"{returns.mean():.1f} [{low:.1f}, {high:.1f}] | "
+                f"{f'{max(ratios):.1e}' if ratios else '-'} |"
+            )
+    return "\n".join(lines) + "\n\n\\* no steady state was reached\n"
+
+
+def compile_cost(results: list[dict]) -> str:
+    """Seconds of the first run, which builds, and of the later ones, which load."""
+    found = [r["compile"] for r in results if r["compile"]["graphs"]]
+    if not found:
+        return "-"
+    cold = [c["seconds"] for c in found if not all(f["cached"] for f in c["functions"])]
+    warm = [c["seconds"] for c in found if all(f["cached"] for f in c["functions"])]
+    return ", ".join(f"{np.median(x):.1f}" if x else "-" for x in (cold, warm))
+
+
+def pays_back(results: list[dict]) -> str:
+    """Updates until compiling has paid, from the run that built the graphs."""
+    found = [r["compile"] for r in results if "update_speedup" in r["compile"]]
+    if not found:
+        return "-"
+    first = max(found, key=lambda c: c["seconds"])["pays_back_after_updates"]
+    return "never" if first is None else f"{first:,} updates"
+
+
+def main() -> None:
+    """Run what is missing, then write the table."""
+    wanted = sys.argv[1:] or list(TASKS)
+    if unknown := set(wanted) - TASKS.keys():
+        raise SystemExit(f"no such task: {', '.join(sorted(unknown))}")
+    for task in wanted:
+        for seed in TASKS[task][0][: 1 if QUICK else None]:
+            for precision, compiled in CELLS:
+                run_cell(task, precision, compiled, seed)
+    text = table()
+    (RESULTS / "table.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Deep Q-learning (Mnih et al. 2015, doi:10.1038/nature14236) on any replay buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_pipeline.losses import dqn_loss, td_target
+from rl_pipeline.models import FlatParameters, QNetwork
+from rl_pipeline.phases import NullPhases, Phases
+from rl_pipeline.policies import EpsilonGreedy, numpy_forward
+from rl_pipeline.runtime import Runtime, stream_seed
+from rl_pipeline.settings import DQNSettings, NetworkSettings
+from rl_pipeline.types import Batch, Discrete, EnvSpec, Metrics
+
+
+class DQN:
+    """Owns the network, its frozen copy (the target), the optimizer and the exploration."""
+
+    def __init__(
+        self,
+        settings: DQNSettings,
+        network: NetworkSettings,
+        spec: EnvSpec,
+        runtime: Runtime,
+        phases: Phases | NullPhases,
+    ) -> None:
+        """Raise ValueError for actions that are not Discrete."""
+        if not isinstance(spec.action, Discrete):
+            raise ValueError(
+                f"algo=dqn needs discrete actions, {spec.id} takes {spec.action.shape} real "
+                "numbers; use algo=ppo"
+            )
+        num_actions = spec.action.num_actions
+        self._cfg, self._runtime, self._phases = settings, runtime, phases
+        self._device = runtime.device
+        init = torch.Generator().manual_seed(runtime.generator("init").initial_seed())
+        self._net, self._target_net = (
+            QNetwork(network, spec, num_actions, init, runtime.arithmetic).to(self._device)
+            for _ in range(2)
+        )
+        self.params, self.target = FlatParameters(self._net), FlatParameters(self._target_net)
+        self.target.values.copy_(self.params.values)
+        self._explore = EpsilonGreedy(
+            num_actions, settings.epsilon_start, settings.epsilon_end, settings.epsilon_fraction,
+            np.random.default_rng(stream_seed(runtime.seed, "act")),
+        )  # fmt: skip
+        # A small network acts in float32 on the CPU whatever the precision of the updates.
+        self._forward = numpy_forward(self._net) if self._device.type == "cpu" else None
+        self._act = runtime.compile("act", self._best, [self.params])
+        self._step = runtime.gradient_step(
+            "update", self._loss, self.params, settings.adam_eps, settings.max_grad_norm,
+            frozen=[self.target],
+        )  # fmt: skip
+        self._updates = 0
+        self._last: tuple[tuple[Tensor, ...], float] | None = None
+
+    # -- acting ---------------------------------------------------------------------------------
+
+    def act(self, obs: np.ndarray, progress: float) -> np.ndarray:
+        """Epsilon-greedy actions [N] for obs [N, ...] at `progress` in [0, 1] of the run."""
+        return self._explore(obs, progress, self._act_best)
+
+    def _act_best(self, obs: np.ndarray) -> np.ndarray:
+        if self._forward is not None:
+            return self._forward(obs).argmax(-1)
+        with torch.inference_mode():
+            (action,) = self._act(self._to_device(obs))
+            with self._phases("d2h"):
+                return self._runtime.transfers.to_host(action)
+
+    @torch.inference_mode()
+    def act_greedy(self, obs: np.ndarray) -> np.ndarray:
+        """The actions [N] of highest value for obs [N, ...]: epsilon is 0."""
+        if self._forward is not None:
+            return self._forward(obs).argmax(-1)
+        return self._best(self._to_device(obs))[0].cpu().numpy()
+
+    def _to_device(self, obs: np.ndarray) -> Tensor:
+        if self._device.type == "cpu":
+            return torch.from_numpy(obs)
+        with self._phases("h2d"):
+            return self._runtime.transfers.to_device(obs)
+
+    def _best(self, obs: Tensor) -> tuple[Tensor, ...]:
+        return (self._net(obs).argmax(-1),)
+
+    # -- learning -------------------------------------------------------------------------------
+
+    def update(self, batch: Batch, progress: float) -> Tensor:
+        """One optimizer step; returns the new priorities [B] on the device.
+
+        `progress` in [0, 1] of the run anneals the learning rate.
+        """
+        cfg = self._cfg
+        rate = cfg.learning_rate * (1 - progress if cfg.anneal_lr else 1.0)
+        priority, *scalars = self._step(rate, None, *self._tensors(batch))
+        self._updates += 1
+        if self._updates % cfg.target_every == 0:
+            self._move_target()
+        # Nothing is read back until the log tick.
+        self._last = tuple(scalars), rate
+        return priority[0]
+
+    def _tensors(self, batch: Batch) -> list[Tensor]:
+        """All but the ids, on the device."""
+        tensors = list(batch[:-1])
+        if batch.obs.device.type == self._device.type:
+            return tensors
+        with self._phases("h2d"):
+            return [x.to(self._device) for x in tensors]
+
+    def _move_target(self) -> None:
+        if self._cfg.tau == 1:
+            self.target.values.copy_(self.params.values)
+        else:
+            self.target.values.lerp_(self.params.values, self._cfg.tau)
+
+    def _loss(
+        self,
+        obs: Tensor,
+        action: Tensor,
+        reward: Tensor,
+        discount: Tensor,
+        next_obs: Tensor,
+        weight: Tensor,
+    ) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            next_q = self._target_net(next_obs)
+            next_q_online = self._net(next_obs) if self._cfg.double else None
+            target = td_target(reward, discount, next_q, next_q_online)
+        terms = dqn_loss(self._net(obs), action, target, weight, self._cfg.error_clip)
+        return terms.loss, terms.priority, terms.loss.detach(), terms.q.mean()
+
+    def metrics(self, progress: float) -> Metrics:
+        """Of the last update, none before the first; and the exploration now."""
+        metrics: dict[str, Tensor | float] = {"explore/epsilon": self._explore.epsilon(progress)}
+        if self._last is not None:
+            (loss, q, norm), rate = self._last
+            metrics |= {
+                "loss/total": loss, "loss/q": q, "loss/grad_norm": norm,
+                "loss/learning_rate": rate, "skipped_updates": float(self._step.skipped()),
+            }  # fmt: skip
+        return metrics
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, target, moments, exploration stream and update count, on the CPU."""
+        return {
+            "params": self.params.values.detach().cpu().clone(),
+            "target": self.target.values.detach().cpu().clone(),
+            "optimizer": self._step.adam.state_dict(),
+            "explore_rng": self._explore.rng.bit_generator.state,
+            "updates": self._updates,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Strict inverse of `state_dict`; exact on every device: exploration is drawn in numpy."""
+        self.params.load(state["params"].to(self._device))
+        self.target.load(state["target"].to(self._device))
+        self._step.adam.load_state_dict(state["optimizer"])
+        self._explore.rng.bit_generator.state = state["explore_rng"]
+        self._updates = state["updates"]
+        return True

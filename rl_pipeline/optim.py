@@ -1,0 +1,211 @@
+"""One optimizer step on a pure loss: eager into gradient views, or as part of one whole graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from rl_pipeline.graphs import Call, calling
+from rl_pipeline.models import FlatParameters
+from rl_pipeline.precision import LossScale, move_scale
+
+BETA1, BETA2 = 0.9, 0.999
+
+Loss = Callable[..., tuple[Tensor, ...]]
+"""rows -> (scalar loss, further outputs without gradients). Calls its networks as modules and
+reads no other tensor than its arguments."""
+
+
+class Adam:
+    """Global-norm clipping and Adam (Kingma & Ba 2015, arXiv:1412.6980) on one flat vector.
+
+    With a loss scale, gradients are unscaled before they are clipped, and a step whose gradients
+    are not finite is skipped and counted.
+    """
+
+    def __init__(
+        self,
+        params: Tensor,
+        grads: Tensor,
+        eps: float,
+        max_grad_norm: float,
+        loss_scale: float | None = None,
+    ) -> None:
+        self._params, self._grads = params, grads
+        self._eps, self._max_norm = eps, max_grad_norm
+        self._mean, self._square = torch.zeros_like(params), torch.zeros_like(params)
+        self._steps = torch.zeros((), device=params.device)
+        self.scale = LossScale(loss_scale, params.device)
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """All tensors that a step moves, parameters first."""
+        moments = (self._params, self._mean, self._square, self._steps)
+        return moments + (self.scale.state if self.scale.active else ())
+
+    def step(self, learning_rate: float | Tensor) -> Tensor:
+        """Apply the gradients once and zero them; returns their global norm before clipping."""
+        norm = torch.linalg.vector_norm(self._grads)
+        unscale, found_inf = None, None
+        if self.scale.active:
+            norm = norm / self.scale.scale
+            finite = norm.isfinite()
+            unscale, found_inf = self.scale.scale.clone(), (~finite).to(torch.float32)
+            self._steps += finite
+            moved = move_scale(self.scale.state, finite)
+            for tensor, value in zip(self.scale.state, moved, strict=True):
+                tensor.copy_(value)
+        else:
+            self._steps += 1
+        # The kernel divides the gradients by this: clipping without a pass of its own.
+        divisor = ((norm + 1e-6) / self._max_norm).clamp(min=1.0)
+        # torch.optim.Adam's own fused kernel, called directly: the class around it costs more than
+        # the kernel on small networks, and imports the compiler (a second) at its first step.
+        torch._fused_adam_(
+            [self._params], [self._grads], [self._mean], [self._square], [], [self._steps],
+            lr=learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=0.0, eps=self._eps,
+            amsgrad=False, maximize=False,
+            grad_scale=(divisor if unscale is None else divisor * unscale).float(),
+            found_inf=found_inf,
+        )  # fmt: skip
+        self._grads.zero_()
+        return norm
+
+    def pure_step(
+        self, state: Sequence[Tensor], grads: Tensor, rate: Tensor
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The same step as a function: `state` as in `self.state`, `grads` [P] still scaled.
+
+        Returns the state after it and the norm.
+        """
+        params, mean, square, steps = state[:4]
+        if self.scale.active:
+            grads = grads / state[4]
+        norm = torch.linalg.vector_norm(grads)
+        grads = grads / ((norm + 1e-6) / self._max_norm).clamp(min=1.0)
+        after = steps + 1
+        new_mean = torch.lerp(mean, grads, 1 - BETA1)
+        new_square = square + (grads * grads - square) * (1 - BETA2)
+        # 1 - beta^t by expm1: in float32 the plain form loses digits.
+        count = after.to(params.dtype)
+        bias1, bias2 = (-torch.expm1(count * math.log(beta)) for beta in (BETA1, BETA2))
+        moved = params - (rate / bias1) * new_mean / ((new_square / bias2).sqrt() + self._eps)
+        new = (moved, new_mean, new_square, after)
+        if not self.scale.active:
+            return new, norm
+        finite = norm.isfinite()
+        kept = tuple(torch.where(finite, n, o) for n, o in zip(new, state[:4], strict=True))
+        return kept + move_scale(state[4:], finite), norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, step count and loss scale, as a copy on the CPU."""
+        state = {"mean": self._mean, "square": self._square, "steps": self._steps}
+        copies: dict[str, Any] = {name: x.to("cpu", copy=True) for name, x in state.items()}
+        return copies | {"loss_scale": self.scale.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self._mean.copy_(state["mean"])
+        self._square.copy_(state["square"])
+        self._steps.copy_(state["steps"])
+        self.scale.load_state_dict(state["loss_scale"])
+
+
+class GradientStep:
+    """Forward, backward, clipping and Adam for one or more minibatches, one meaning in every form.
+
+    Eager, autograd accumulates into the gradient views and the fused kernel moves the parameters.
+    Compiled or captured, all of it is one graph over the flat vectors: no autograd engine, no
+    optimizer loop and no Python between the kernels.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        loss: Loss,
+        params: FlatParameters,
+        adam: Adam,
+        frozen: Sequence[FlatParameters],
+        build: Callable[[str, Call, Call, Sequence[Tensor], int], Call],
+        whole_epochs: bool,
+    ) -> None:
+        """`frozen` are networks that the loss reads and the step leaves alone.
+
+        `build(name, pure, eager, state, moves)` is the runtime's.
+        """
+        self.adam, self._loss, self._owners = adam, loss, (params, *frozen)
+        self._call = calling([p.module for p in self._owners], loss)
+        self._whole_epochs = whole_epochs
+        self._rate = torch.zeros((), dtype=params.values.dtype, device=params.values.device)
+        self._all_rows = torch.empty(0, dtype=torch.int64, device=params.values.device)
+        self.attempted = 0
+        """Minibatches so far, those that a loss scale skipped included."""
+        state = (*adam.state, *(p.values for p in frozen))
+        self._run = build(name, self._pure, self._eager, state, len(adam.state))
+
+    def __call__(self, rate: float, index: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Steps on the minibatches rows[..][index[k]], index [K, M], at learning rate `rate`.
+
+        `index` None takes the rows as they are, as one minibatch. Returns what the loss returns
+        after its scalar, and the gradient norm before clipping, each stacked over minibatches.
+        """
+        self._rate.fill_(rate)
+        if index is None:
+            self.attempted += 1
+            return self._run(self._rate, self._all_rows, *rows)
+        self.attempted += len(index)
+        if self._whole_epochs:
+            return self._run(self._rate, index, *rows)
+        parts = [self._run(self._rate, one, *rows) for one in index.unsqueeze(1)]
+        return tuple(torch.cat(outputs) for outputs in zip(*parts, strict=True))
+
+    def _eager(self, rate: Tensor, index: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        done = []
+        for minibatch in _minibatches(index, rows):
+            loss, *outputs = self._loss(*minibatch)
+            self.adam.scale.scaled(loss).backward()
+            done.append((*outputs, self.adam.step(rate)))
+        return tuple(torch.stack(outputs) for outputs in zip(*done, strict=True))
+
+    def _pure(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        moved, owned = len(self.adam.state), len(self._owners) - 1
+        start, frozen = tensors[:moved], tensors[moved : moved + owned]
+        rate, index, *rows = tensors[moved + owned :]
+        fixed = [p.views(x) for p, x in zip(self._owners[1:], frozen, strict=True)]
+        state, done = start, []
+        for minibatch in _minibatches(index, rows):
+
+            def loss(
+                flat: Tensor, minibatch: Sequence[Tensor] = minibatch, state: Any = state
+            ) -> tuple[Tensor, tuple[Tensor, ...]]:
+                loss, *outputs = self._call([self._owners[0].views(flat), *fixed], *minibatch)
+                scaled = loss * state[4] if self.adam.scale.active else loss
+                return scaled, tuple(outputs)
+
+            grads, outputs = grad(loss, has_aux=True)(state[0])
+            state, norm = self.adam.pure_step(state, grads, rate)
+            done.append((*outputs, norm))
+        for tensor, value in zip(start, state, strict=True):
+            tensor.copy_(value)
+        return tuple(torch.stack(outputs) for outputs in zip(*done, strict=True))
+
+    def skipped(self) -> int:
+        """Updates refused because of non-finite gradients; waits for the device.
+
+        Raises FloatingPointError when most of them are.
+        """
+        return self.adam.scale.check(self.attempted)
+
+
+def _minibatches(index: Tensor, rows: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """rows[..][index[k]] for each k of index [K, M]; all rows once where the index is empty."""
+    if index.numel() == 0:
+        yield list(rows)
+    else:
+        for one in index:
+            yield [x[one] for x in rows]

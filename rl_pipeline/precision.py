@@ -1,0 +1,170 @@
+"""Arithmetic of the networks: what runs in low precision, and what keeps fp16 gradients alive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_pipeline.settings import PrecisionSettings
+
+GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+"""Of the loss scale, as in torch.amp.GradScaler."""
+MIN_SCALE = 1.0
+"""Gradients that overflow unscaled are not a matter of the scale any more."""
+JUDGED_UPDATES = 20
+"""Most of this many updates skipped is a run that does not learn; the first few always are."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a network's trunk computes; its features, and all that follows, are in `wide`."""
+
+    name: str = "fp32"
+    device: str = "cpu"
+    autocast: torch.dtype | None = None
+    """Type of matrix products and convolutions; None leaves them in `wide`."""
+    matmul: str = "highest"
+    """torch's float32 matmul precision: `high` allows TF32."""
+    loss_scale: float | None = None
+    """Initial loss scale; None does without one."""
+    wide: torch.dtype = torch.float32
+    """Of parameters, features, logits, distributions and losses; float64 in tests only."""
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Of one forward pass through a trunk, so that no cast of a weight outlives an update."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device, self.autocast)
+
+    @property
+    def exact(self) -> bool:
+        """Two forwards of a row agree to float32 rounding, whatever batch it comes in."""
+        return self.autocast is None and self.matmul == "highest"
+
+    def apply(self) -> None:
+        """Set the library's global switches: precision is stated, never inherited."""
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.backends.cudnn.allow_tf32 = self.matmul == "high"
+
+
+FP32 = Arithmetic()
+
+
+def choose_arithmetic(
+    settings: PrecisionSettings, device: torch.device, capability: tuple[int, int] | None = None
+) -> tuple[Arithmetic, str]:
+    """What `precision` means on this device, and why.
+
+    `capability` is the CUDA device's. Raises ValueError for what it cannot do or only at a loss.
+    """
+    dtype = None if settings.autocast is None else getattr(torch, settings.autocast)
+    arithmetic = Arithmetic(
+        settings.name, device.type, dtype, settings.matmul, settings.loss_scale
+    )  # fmt: skip
+    works = "precision=fp32 or precision=bf16"
+    if device.type == "cpu":
+        if settings.name == "tf32":
+            raise ValueError(
+                f"precision=tf32 is a format of CUDA devices, not of this CPU: {works}"
+            )
+        if settings.name == "fp16":
+            # Measured: torch's fp16 convolution needs 100x the time of fp32 going backward.
+            raise ValueError(
+                f"precision=fp16 is for CUDA devices and slower than fp32 on a CPU; use {works}"
+            )
+        if settings.name == "bf16":
+            fast = torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AMX")) and (
+                torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            )
+            how = "in hardware" if fast else "emulated: slower than fp32"
+            return arithmetic, f"bf16 matrix products on this CPU, {how}; losses in float32"
+        return arithmetic, "float32 throughout"
+    if settings.name in ("tf32", "bf16") and capability is not None and capability < (8, 0):
+        raise ValueError(
+            f"precision={settings.name} needs compute capability 8.0, this device has "
+            f"{capability[0]}.{capability[1]}; use precision=fp16 or precision=fp32"
+        )
+    return arithmetic, {
+        "fp32": "float32 throughout, TF32 off",
+        "tf32": "float32 with TF32 matrix products and convolutions",
+        "bf16": "bf16 matrix products and convolutions; losses in float32",
+        "fp16": "fp16 matrix products and convolutions with a loss scale; losses in float32",
+    }[settings.name]
+
+
+class LossScale:
+    """Dynamic loss scale as tensors, so that no update waits for the host (TRAPS: fp16 scaler).
+
+    The rule is torch.amp.GradScaler's: halve after gradients that are not finite, double after
+    2,000 good steps in a row.
+    """
+
+    def __init__(self, initial: float | None, device: torch.device) -> None:
+        self.active = initial is not None
+        self.scale = torch.tensor(initial or 65536.0, device=device)
+        self.streak = torch.zeros((), device=device)
+        self.skipped = torch.zeros((), device=device)
+        self._judged = (0, 0)
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """The tensors that an update moves: scale, streak, skipped."""
+        return (self.scale, self.streak, self.skipped)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss whose gradients are taken."""
+        return loss * self.scale if self.active else loss
+
+    def check(self, attempted: int) -> int:
+        """Updates skipped so far, read off the device; `attempted` counts all of them.
+
+        Raises FloatingPointError when most updates are skipped or the scale is at its floor.
+        """
+        if not self.active:
+            return 0
+        skipped = int(self.skipped)
+        if float(self.scale) < MIN_SCALE:
+            raise FloatingPointError(
+                f"precision=fp16: gradients overflow even at loss scale {float(self.scale):g}, "
+                f"{skipped} of {attempted} updates were skipped; use precision=bf16 or fp32, or a "
+                "lower algo.learning_rate"
+            )
+        before, then = self._judged
+        if attempted - before >= JUDGED_UPDATES:
+            if 2 * (skipped - then) > attempted - before:
+                raise FloatingPointError(
+                    f"precision=fp16: {skipped - then} of the last {attempted - before} updates "
+                    "were skipped because their gradients were not finite; use precision=bf16 or "
+                    "precision=fp32"
+                )
+            self._judged = (attempted, skipped)
+        return skipped
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The scale travels with every checkpoint, so that precisions can follow one another."""
+        names = ("scale", "streak", "skipped")
+        return {n: x.to("cpu", copy=True) for n, x in zip(names, self.state, strict=True)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Inverse of `state_dict`."""
+        self.scale.copy_(state["scale"])
+        self.streak.copy_(state["streak"])
+        self.skipped.copy_(state["skipped"])
+        self._judged = (0, int(self.skipped))
+
+
+def move_scale(state: Sequence[Tensor], finite: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale, streak and skipped count, all scalars, after one attempted update."""
+    scale, streak, skipped = state
+    grown = streak + 1
+    full = grown >= GROWTH_INTERVAL
+    return (
+        torch.where(finite, torch.where(full, scale * GROWTH, scale), scale * BACKOFF),
+        torch.where(finite & ~full, grown, torch.zeros_like(grown)),
+        torch.where(finite, skipped, skipped + 1),
+    )

@@ -1,0 +1,120 @@
+"""What the chosen algorithm is made of: learner, buffer and loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_pipeline.loops import sync
+from rl_pipeline.loops.schedule import Pace
+from rl_pipeline.phases import NullPhases, Phases
+from rl_pipeline.runtime import Runtime, stream_seed
+from rl_pipeline.session import Replay
+from rl_pipeline.settings import DQNSettings, PPOSettings, Settings
+from rl_pipeline.types import EnvSpec, Learner, ReplayBuffer, VecEnv
+
+
+@dataclass(frozen=True)
+class Training:
+    """The algorithm's parts of a session."""
+
+    learner: Learner
+    loop: Callable[[sync.Counters, np.ndarray, sync.Hook], None]
+    replay: Replay | None
+    buffer_facts: dict[str, Any]
+    """Of result.json: bytes needed, and how much memory was free before."""
+
+
+def make_training(
+    settings: Settings,
+    envs: VecEnv,
+    runtime: Runtime,
+    phases: Phases | NullPhases,
+    folder: Path,
+) -> Training:
+    """Learner, buffer and loop of the algorithm that `algo` names."""
+    match settings.algo:
+        case PPOSettings() as algo:
+            from rl_pipeline.buffers.rollout import RolloutBuffer
+            from rl_pipeline.learners.ppo import PPO
+
+            ppo = PPO(algo, settings.network, envs.spec, runtime, phases)
+            rollout = RolloutBuffer(envs.spec, algo.horizon, ppo.extras, runtime.device)
+
+            def on_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
+                sync.run(envs, rollout, ppo, phases, counters, settings.total_steps, obs, hook)
+
+            return Training(ppo, on_policy, None, {"bytes": rollout.nbytes})
+        case DQNSettings() as algo:
+            from rl_pipeline.buffers.layout import available_memory
+            from rl_pipeline.learners.dqn import DQN
+
+            dqn = DQN(algo, settings.network, envs.spec, runtime, phases)
+            free = available_memory()
+            buffer = make_replay(settings, algo, envs.spec, runtime, folder)
+            pace = Pace(algo.batch_size, algo.replay_ratio, algo.learning_starts)
+
+            def off_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
+                sync.run_replay(
+                    envs, buffer, dqn, phases, pace, counters, settings.total_steps,
+                    settings.buffer.name == "prioritized", obs, hook,
+                )  # fmt: skip
+
+            replay = Replay(buffer, pace, settings.buffer.save)
+            facts = {"bytes": buffer.nbytes, "available_bytes": free} | settings.buffer.model_dump()
+            return Training(dqn, off_policy, replay, facts)
+
+
+def make_replay(
+    settings: Settings, algo: DQNSettings, spec: EnvSpec, runtime: Runtime, folder: Path
+) -> ReplayBuffer:
+    """The replay buffer that `buffer` names; raises ValueError where it cannot be or does not fit.
+
+    `folder` is the run's: a memory-mapped one lives there.
+    """
+    wanted, device = settings.buffer, runtime.device
+    if wanted.placement != "cpu" and device.type == "cpu":
+        raise ValueError(
+            f"buffer.placement={wanted.placement} is for a GPU and this run is on the CPU "
+            f"({runtime.device_reason}); use buffer.placement=cpu"
+        )
+    capacity, atari = wanted.capacity, settings.env.atari
+    assert capacity is not None
+    seed = stream_seed(runtime.seed, "update")
+    if wanted.name == "deque":
+        from rl_pipeline.buffers.deque import DequeBuffer
+
+        return DequeBuffer(spec, capacity, algo.n_step, algo.gamma, seed, device)
+
+    from rl_pipeline.buffers.replay import Replay as Ring
+    from rl_pipeline.buffers.ring import Priorities
+
+    options: dict[str, Any] = {
+        "n_step": algo.n_step, "gamma": algo.gamma, "seed": seed,
+        "frame_stack": atari.frame_stack if atari else 1,
+    }  # fmt: skip
+    if wanted.alpha is not None and wanted.beta is not None:
+        options["priorities"] = Priorities(wanted.alpha, wanted.beta)
+    if wanted.name == "memmap":
+        from rl_pipeline.buffers.memmap import MemmapReplay
+
+        ring: Ring = MemmapReplay(spec, capacity, folder=folder / "replay", **options)
+    elif wanted.placement == "cuda":
+        from rl_pipeline.buffers.device import DeviceReplay
+
+        return DeviceReplay(spec, capacity, device=device, **options)
+    elif wanted.placement == "pinned":
+        from rl_pipeline.buffers.staging import CudaTransfer, StagedReplay
+
+        ring = StagedReplay(spec, capacity, transfer=CudaTransfer(device), **options)
+    else:
+        ring = Ring(spec, capacity, **options)
+    if not wanted.prefetch:
+        return ring
+    from rl_pipeline.buffers.prefetch import Prefetch
+
+    return Prefetch(ring)

@@ -1,0 +1,109 @@
+"""Between host and device: one copy of observations in, one of actions out, both on the ledger."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SLOTS = 2
+"""Staging buffers per form of array: one is filled while the copy of the other is under way."""
+
+
+@dataclass
+class Direction:
+    """What went one way so far."""
+
+    copies: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    """Host time: launching the copy, and waiting where it must be waited for."""
+
+
+class StagingRing:
+    """Pinned buffers guarded by events: no slot is written before its copy has left it."""
+
+    def __init__(
+        self,
+        pinned: Callable[[np.ndarray], Tensor],
+        launch: Callable[[Tensor], tuple[Tensor, Any]],
+        slots: int = SLOTS,
+    ) -> None:
+        """`pinned(array)` makes page-locked memory of its form; `launch(slot)` starts the copy and
+        returns (device tensor, event), where `event.synchronize()` waits for the copy's end."""
+        self._pinned, self._launch, self._num_slots = pinned, launch, slots
+        self._rings: dict[tuple[Any, ...], list[tuple[Tensor, Any]]] = {}
+
+    def __call__(self, array: np.ndarray) -> Tensor:
+        """`array` on the device, in stream order; the array may change at once."""
+        ring = self._rings.setdefault((array.shape, array.dtype.str), [])
+        if len(ring) < self._num_slots:
+            slot = self._pinned(array)
+        else:
+            slot, event = ring.pop(0)
+            event.synchronize()
+        slot.numpy()[...] = array
+        tensor, event = self._launch(slot)
+        ring.append((slot, event))
+        return tensor
+
+
+class Transfers:
+    """The copies of a run; on the CPU there are none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.to_device_total, self.to_host_total = Direction(), Direction()
+        self._stage = StagingRing(self._pin, self._launch)
+
+    @staticmethod
+    def _pin(array: np.ndarray) -> Tensor:
+        return torch.empty_like(torch.from_numpy(array), pin_memory=True)
+
+    def _launch(self, slot: Tensor) -> tuple[Tensor, Any]:
+        tensor = slot.to(self._device, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return tensor, event
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """`array` as a tensor on the device; on the CPU a view of it."""
+        if self._device.type == "cpu":
+            return torch.from_numpy(array)
+        begin = time.perf_counter()
+        tensor = self._stage(array)
+        self._note(self.to_device_total, array.nbytes, begin)
+        return tensor
+
+    def to_host(self, tensor: Tensor) -> np.ndarray:
+        """`tensor` as an array, complete when this returns; on the CPU a view of it."""
+        if self._device.type == "cpu":
+            return tensor.numpy()
+        begin = time.perf_counter()
+        array = tensor.cpu().numpy()
+        self._note(self.to_host_total, array.nbytes, begin)
+        return array
+
+    @staticmethod
+    def _note(total: Direction, nbytes: int, begin: float) -> None:
+        total.copies += 1
+        total.bytes += nbytes
+        total.seconds += time.perf_counter() - begin
+
+    def report(self, env_steps: int) -> dict[str, dict[str, float]]:
+        """Bytes and host seconds per env step each way; empty where nothing was copied."""
+        both = {"to_device": self.to_device_total, "to_host": self.to_host_total}
+        return {
+            name: {
+                "copies": total.copies,
+                "bytes_per_env_step": total.bytes / max(env_steps, 1),
+                "seconds_per_env_step": total.seconds / max(env_steps, 1),
+            }
+            for name, total in both.items()
+            if total.copies
+        }
