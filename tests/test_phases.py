@@ -387,7 +387,10 @@ LAYERS = [
     {"train"},
 ]
 LEAVES = {"telemetry", "checkpoint", "evaluate"}
-FRAME = {"config", "runs", "report", "study", "train", "build", "session"}
+FRAME = {
+    "cli", "compare", "comparison", "config", "figures", "jobs", "records", "report", "runs",
+    "stats", "study", "train", "build", "session",
+}  # fmt: skip
 """The frame around a run: reads configs and results, never imported by the rooms."""
 
 
