@@ -124,15 +124,15 @@ def compare(
     groups = _groups(runs, keys)
     base = baseline or {}
     _check_baseline(base, groups)
+    first = next((g for g in groups if _matches(g, base) and g.done), groups[0])
     last = [run.curves["return/train"][0][-1] for run in runs if run.finished and _trained(run)]
     steps = at_steps or (min(last) if last else math.nan)
     metric = _return_metric(runs, steps)
     found = Comparison(
-        study.name, keys, groups, base or dict(groups[0].levels), steps, metric, threshold
+        study.name, keys, groups, base or dict(first.levels), steps, metric, threshold
     )
     for group in groups:
         _measure(group, steps, metric, threshold)
-    first = next((g for g in groups if _matches(g, base)), groups[0])
     for group in groups:
         _against(group, _base_of(group, groups, base, first), steps, metric, margin)
     _effects(found, first)
@@ -146,7 +146,7 @@ def compare(
 def _group_keys(
     runs: Sequence[RunRecord], by: Sequence[str] | None, varied: Sequence[str]
 ) -> list[str]:
-    whole = [run.settings for run in runs if "algo" in run.settings] or [runs[0].settings]
+    whole = [run.settings for run in _whole(runs)]
     keys = list(dict.fromkeys(key for settings in whole for key in settings))
     differ = [k for k in keys if len({settings.get(k) for settings in whole}) > 1]
     if by is not None:
@@ -156,11 +156,16 @@ def _group_keys(
         # Never mixed: what makes another recipe is a group of its own.
         rest = _telling([k for k in differ if is_recipe(k)], whole, known=list(by))
         return list(by) + rest
-    # Options before their details, what the sweep names before the rest, thread plans last.
-    order = sorted(
-        differ, key=lambda k: (k.startswith("threads"), k not in varied, "." in k, keys.index(k))
-    )
-    return _telling(order, whole, known=[])
+    # What the sweep names, then options before their details, thread plans last.
+    named = [k for k in differ if k in varied]
+    order = sorted(differ, key=lambda k: (k.startswith("threads"), "." in k, keys.index(k)))
+    return named + _telling(order, whole, known=named)
+
+
+def _whole(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Runs whose settings are known in full, those that finished first."""
+    known = [run for run in runs if "algo" in run.settings]
+    return sorted(known, key=lambda run: not run.finished) or list(runs)
 
 
 def _telling(
@@ -186,7 +191,7 @@ class UnknownKey(ConfigError):
 
 def _groups(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Group]:
     """Groups in the order of their first run; jobs without a run go where their overrides say."""
-    whole = [run for run in runs if "algo" in run.settings] or list(runs)
+    whole = _whole(runs)
     same = {
         k: v for k, v in whole[0].settings.items()
         if all(r.settings.get(k) == v for r in whole)

@@ -178,5 +178,5 @@ def _quote(path: Path) -> str:
 def last_line(log: Path) -> str:
     """What a log says last, an error line of ours before all else."""
     lines = [x for x in log.read_text(errors="replace").splitlines() if x.strip()]
-    errors = [x for x in lines if x.startswith("error: ")]
+    errors = [x for x in lines if x.startswith(("error: ", "failed: "))]
     return (errors or lines or ["no output"])[-1]

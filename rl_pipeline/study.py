@@ -40,6 +40,9 @@ class Study(Callback):
         with open_dict(config):
             # Jobs of other processes and machines have another working directory.
             config.hydra.sweep.dir = str(folder)
+            if str(config.hydra.launcher._target_).endswith("RayLauncher"):
+                # Ray would run a job again whose worker died, in the folder of the first try.
+                config.hydra.launcher.ray.remote.setdefault("max_retries", 0)
         varied = varied_keys(config)
         self._settings = grid[0].study
         name = self._settings.name or " x ".join(varied) or "multirun"
@@ -88,7 +91,7 @@ class Study(Callback):
             print(f"        {report.server_of(self._parent['uri'])}/{run}/artifacts")
         if failed:
             print(f"{len(failed)} of {len(study.runs)} jobs did not finish", file=sys.stderr)
-            if self._resumable(config):
+            if _ordered_by_us(config) and config.hydra.sweeper._target_.endswith("BasicSweeper"):
                 line = f"python -m rl_pipeline.train study.resume={report.shown_path(str(folder))}"
                 print(f"run what is missing with\n  {line}", file=sys.stderr)
             # Hydra turns exceptions of callbacks into warnings; SystemExit passes.
@@ -114,10 +117,6 @@ class Study(Callback):
         files = report.write_comparison(found, folder / "comparison")
         print(f"page    {report.shown_path(str(folder / 'comparison' / 'index.html'))}")
         return files, "; ".join(found.answer)
-
-    @staticmethod
-    def _resumable(config: DictConfig) -> bool:
-        return str(config.hydra.launcher._target_).endswith("ProcessLauncher")
 
     def _end(
         self, status: str, artifacts: Sequence[Path] = (), tags: dict[str, str] | None = None
@@ -145,9 +144,8 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
         raise ConfigError(
             "hydra.sweep.subdir has no effect: a job's folder is its number; use hydra.sweep.dir"
         )
-    own = Study._resumable(config)
     for key in ("interleave", "resume"):
-        if getattr(study, key) and not own:
+        if getattr(study, key) and not _ordered_by_us(config):
             raise ConfigError(f"study.{key} needs hydra/launcher=process, which orders the jobs")
     if study.interleave and len({s.seed for s in grid}) < 2:
         raise ConfigError("study.interleave=true repeats the grid over seeds: add seed=1,2,3")
@@ -159,6 +157,10 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
             f"hydra.sweeper.direction={sweeper.direction}: the objective is the return, which is "
             "to be large; use hydra.sweeper.direction=maximize"
         )
+
+
+def _ordered_by_us(config: DictConfig) -> bool:
+    return str(config.hydra.launcher._target_).endswith("ProcessLauncher")
 
 
 def _params(config: DictConfig, grid: list[Settings], varied: list[str]) -> dict[str, Any]:

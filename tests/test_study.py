@@ -53,6 +53,20 @@ def test_what_a_sweep_cannot_do_is_refused_before_it_starts(cli, overrides, word
     assert not cli.folders()
 
 
+def test_jobs_that_finished_are_known_by_their_overrides_and_the_others_put_aside(tmp_path):
+    for number, status in enumerate(["finished", "failed", "finished"]):
+        (tmp_path / str(number)).mkdir()
+        result = {"status": status, "overrides": [f"seed={number}", "backend=envpool"]}
+        (tmp_path / str(number) / "result.json").write_text(json.dumps(result))
+    (tmp_path / "3").mkdir()  # killed before its first word
+    done = runs.finished_jobs(tmp_path)
+    assert set(done) == {frozenset([f"seed={n}", "backend=envpool"]) for n in (0, 2)}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1.failed", "2", "3.failed"]
+    assert [runs.free_number(tmp_path, n, [1]) for n in (0, 1, 5)] == [3, 3, 5]
+    assert set(runs.finished_jobs(tmp_path)) == set(done)
+
+
+@pytest.mark.slow
 def test_a_resumed_study_runs_only_what_is_missing_in_the_same_parent(cli):
     """One job of the first session fails for a reason that the second one does not have."""
     (cli.cwd / "theirs.py").write_text(
@@ -90,7 +104,7 @@ def test_a_resumed_study_runs_only_what_is_missing_in_the_same_parent(cli):
     out = cli("study.resume=mended", "seed=1,2", env=path)
     assert out.returncode == 0, out.stdout + out.stderr
     assert out.stdout.count(" done ") == 2 and out.stdout.count(" finished ") == 2
-    assert len(list(folder.glob("[0-9]*/result.json"))) == 4
+    assert len(list(folder.glob("[0-9]/result.json"))) == 4
 
 
 def test_a_killed_job_is_told_with_its_signal(tmp_path, capsys, monkeypatch):
@@ -143,7 +157,7 @@ def test_a_sweep_is_resumed_with_its_own_overrides_and_those_of_now_win(tmp_path
 def test_jobs_on_ray_have_their_share_and_a_bad_one_stays_alone(tmp_path):
     cli = Cli(tmp_path)
     out = cli(
-        "-m", "hydra/launcher=ray", "hydra.launcher.ray.remote.num_cpus=1",
+        "-m", "hydra/launcher=ray", "+hydra.launcher.ray.remote.num_cpus=1",
         "algo.learning_rate=1e-3,1e30", "backend=envpool,gymnasium", "seed=1", "debug=short",
         "total_steps=600", "eval.episodes=0",
     )  # fmt: skip
@@ -163,7 +177,7 @@ def test_jobs_on_ray_have_their_share_and_a_bad_one_stays_alone(tmp_path):
 )
 def test_optuna_maximises_the_return_and_passes_over_a_job_that_failed(tmp_path):
     cli = Cli(tmp_path)
-    line = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1",
+    line = ("-m", "sweep=optuna", "hydra.sweeper.n_trials=4", "~hydra.sweeper.params",
             "algo.learning_rate=choice(1e-3,1e30)", "seed=1", *QUICK[:3])  # fmt: skip
     out = cli(*line, "hydra.sweeper.sampler.seed=1")
     assert "Traceback" not in out.stderr, out.stderr

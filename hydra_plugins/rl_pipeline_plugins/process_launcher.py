@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 from collections.abc import Sequence
@@ -68,7 +69,10 @@ class ProcessLauncher(Launcher):
         order = self._order(waiting)
         for place, objective in zip(places, self._run_all(waiting, order), strict=True):
             returns[place] = objective
-        return [_returned(job_overrides[i], returns[i]) for i in range(len(job_overrides))]
+        # Hydra's grid stops at a job that raises; Optuna's sweeper stops at NaN and takes a job
+        # that raises for a failed trial.
+        raises = str(self.config.hydra.sweeper._target_).endswith("OptunaSweeper")
+        return [_returned(o, returns[i], raises) for i, o in enumerate(job_overrides)]
 
     def _order(self, waiting: list[jobs.Job]) -> list[int]:
         order = list(range(len(waiting)))
@@ -124,9 +128,12 @@ def interleaved(grid: Sequence[Sequence[str]]) -> list[int]:
     return [i for members in rounds.values() for i in members]
 
 
-def _returned(overrides: Sequence[str], objective: float) -> JobReturn:
+def _returned(overrides: Sequence[str], objective: float, raises: bool) -> JobReturn:
     job = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
     job.return_value = objective
+    if raises and math.isnan(objective):
+        job.status = JobStatus.FAILED
+        job.return_value = RuntimeError("the job has no return to maximise")
     return job
 
 
