@@ -7,7 +7,8 @@ PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY = true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-slow test-all ui sweep learn lint format clean
+.PHONY: help setup setup-cluster setup-sweep train test test-slow test-all ui server try-postgres \
+    sweep learn lint format clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -32,8 +33,35 @@ test-slow: setup ## Run the tests that take longer
 test-all: setup
 	$(PY) -m pytest -n 2 $(ARGS)
 
+setup-cluster: setup ## Add Ray and Hydra's Ray launcher
+	$(PY) -m pip install -q -c constraints.txt -e '.[cluster]'
+	$(PY) -m pip install -q --no-deps 'hydra-ray-launcher==1.2.2'
+
+setup-server: setup ## Start an MLflow server (sqlite, loopback) that many machines or jobs write to
+	$(VENV)/bin/mlflow server --backend-store-uri sqlite:///mlflow-server.db \
+	    --artifacts-destination ./mlartifacts-server --host 127.0.0.1 --port $(PORT)
+
+try-postgres: setup ## Sweep and compare on a PostgreSQL store: PG=postgresql://user:password@host/db
+	$(PY) -m pip install -q -c constraints.txt -e '.[postgres]'
+	MLFLOW_TRACKING_URI='$(PG)' $(PY) -m rl_pipeline.train -m tracking=server seed=1,2,3 \
+	    hydra.launcher.n_jobs=2 debug=short total_steps=2000 study.name=postgres
+	MLFLOW_TRACKING_URI='$(PG)' $(PY) -m rl_pipeline.compare study=postgres
+
+sweep: setup ## Add Optuna and Hydra's sweeper for it
+	$(PY) -m pip install -q -c constraints.txt -e '.[sweep]'
+
 ui: setup ## Open the MLflow UI on http://127.0.0.1:5000 (PORT=)
 	$(VENV)/bin/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
+
+server: setup ## Start an MLflow server (sqlite, loopback) that many machines or jobs write to
+	$(VENV)/bin/mlflow server --backend-store-uri sqlite:///mlflow-server.db \
+	    --artifacts-destination ./mlartifacts-server --host 127.0.0.1 --port $(PORT)
+
+try-postgres: setup ## Sweep and compare on a PostgreSQL store: PG=postgresql://user:password@host/db
+	$(PY) -m pip install -q -c constraints.txt -e '.[postgres]'
+	MLFLOW_TRACKING_URI='$(PG)' $(PY) -m rl_pipeline.train -m tracking=server seed=1,2,3 \
+	    hydra.launcher.n_jobs=2 debug=short total_steps=2000 study.name=postgres
+	MLFLOW_TRACKING_URI='$(PG)' $(PY) -m rl_pipeline.compare study=postgres
 
 sweep: setup ## Compare backends on CartPole: a small sweep that ends in a table
 	$(PY) -m rl_pipeline.train sweep=backends $(ARGS)

@@ -308,7 +308,7 @@ def check_machine(settings: Settings) -> None:
     """
     from importlib.util import find_spec
 
-    from rl_pipeline.telemetry.tracker import resolve
+    from rl_pipeline.telemetry.tracker import redact, resolve
 
     if settings.backend.name.startswith("envpool") and find_spec("envpool") is None:
         raise ConfigError(
@@ -316,6 +316,11 @@ def check_machine(settings: Settings) -> None:
         )
     if settings.tracking.name == "none":
         return
+    if settings.tracking.uri and redact(settings.tracking.uri) != settings.tracking.uri:
+        raise ConfigError(
+            "tracking.uri holds a password, which would be recorded with every run; set it as the "
+            "environment variable MLFLOW_TRACKING_URI and leave tracking.uri out"
+        )
     try:
         resolve(settings.tracking, Path.cwd(), dict(os.environ))
     except ValueError as error:

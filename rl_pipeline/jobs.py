@@ -126,8 +126,6 @@ def run_here(overrides: list[str], number: int, hydra_overrides: list[str]) -> f
     from rl_pipeline.cpus import cpu_budget
 
     study = json.loads(os.environ["RL_PIPELINE_STUDY"])
-    for name, value in study["environ"].items():
-        os.environ.setdefault(name, value)
     with suppress(OSError):  # another machine may not have that folder
         os.chdir(study["cwd"])
     cpus = cpu_budget()[0]

@@ -41,8 +41,7 @@ class Study(Callback):
             # Jobs of other processes and machines have another working directory.
             config.hydra.sweep.dir = str(folder)
             if str(config.hydra.launcher._target_).endswith("RayLauncher"):
-                # Ray would run a job again whose worker died, in the folder of the first try.
-                config.hydra.launcher.ray.remote.setdefault("max_retries", 0)
+                _prepare_ray(config.hydra.launcher.ray)
         varied = varied_keys(config)
         self._settings = grid[0].study
         name = self._settings.name or " x ".join(varied) or "multirun"
@@ -65,12 +64,12 @@ class Study(Callback):
         self._open = True
         # An interrupted or crashed sweep never reaches on_multirun_end.
         atexit.register(self._end, "killed")
-        study["environ"] = {k: os.environ[k] for k in _HANDED_ON if k in os.environ}
         os.environ["RL_PIPELINE_STUDY"] = json.dumps(study)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Compare, show and keep the answer, close the parent run, and fail if a job did."""
         from rl_pipeline import records, report
+        from rl_pipeline.telemetry.tracker import redact
 
         folder = Path(str(config.hydra.sweep.dir))
         study = records.from_sweep(folder)
@@ -86,9 +85,9 @@ class Study(Callback):
         self._end("failed" if failed else "finished", files, tags)
         print(f"folder  {report.shown_path(str(folder))}")
         if self._parent:
-            print(f"mlflow  {report.how_to_open(self._parent['uri'])}")
+            print(f"mlflow  {report.how_to_open(redact(self._parent['uri']))}")
             run = f"#/experiments/{self._parent['experiment_id']}/runs/{self._parent['run_id']}"
-            print(f"        {report.server_of(self._parent['uri'])}/{run}/artifacts")
+            print(f"        {report.server_of(redact(self._parent['uri']))}/{run}/artifacts")
         if failed:
             print(f"{len(failed)} of {len(study.runs)} jobs did not finish", file=sys.stderr)
             if _ordered_by_us(config) and config.hydra.sweeper._target_.endswith("BasicSweeper"):
@@ -157,6 +156,17 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
             f"hydra.sweeper.direction={sweeper.direction}: the objective is the return, which is "
             "to be large; use hydra.sweeper.direction=maximize"
         )
+
+
+def _prepare_ray(ray: DictConfig) -> None:
+    # Ray would run a job again whose worker died, in the folder of the first try.
+    ray.remote.setdefault("max_retries", 0)
+    # Workers of a cluster that runs already do not inherit our environment. By name, resolved when
+    # Ray starts: a URI may hold a password, and multirun.yaml keeps this configuration.
+    names = ["RL_PIPELINE_STUDY", *(name for name in _HANDED_ON if name in os.environ)]
+    ray.init.setdefault("runtime_env", {}).setdefault("env_vars", {}).update(
+        {name: "${oc.env:" + name + "}" for name in names}
+    )
 
 
 def _ordered_by_us(config: DictConfig) -> bool:
