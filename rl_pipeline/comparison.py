@@ -471,17 +471,26 @@ def _notes(found: Comparison, study: StudyRecord) -> list[str]:
     running = sum(run.status == "running" for run in runs)
     if running:
         notes.append(f"{running} runs have not ended and are left out")
-    if study.jobs_at_once > 1:
+    together = _at_once(runs)
+    if together > 1:
         notes.append(
-            f"{study.jobs_at_once} jobs ran at once and shared the machine: rates are lower and "
-            "less certain than alone"
+            f"up to {together} runs ran at once and shared the machine: rates are lower and less "
+            "certain than alone"
         )
     few = min(len(group.done) for group in found.groups if group.done)
     if few < 3:
-        notes.append(
-            f"as few as {few} runs per setting: intervals are wide, more seeds narrow them"
-        )
+        runs_ = "run" if few == 1 else "runs"
+        notes.append(f"some settings have {few} {runs_} only: more seeds narrow the intervals")
     return notes
+
+
+def _at_once(runs: Sequence[RunRecord]) -> int:
+    """Most runs that trained at the same time on one machine."""
+    spans = [(r.started, r.started + r.final.get("wall_s", 0.0), r.machine) for r in runs]
+    return max(
+        (sum(s <= t < e and m == machine for s, e, m in spans) for t, _, machine in spans),
+        default=0,
+    )
 
 
 def _pooled(found: Comparison) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_pipeline import report
+from rl_pipeline.runs import quote
 
 GRACE_S = 60.0
 """Between asking a job to stop and ending it."""
@@ -44,7 +45,7 @@ class Job:
         return [
             sys.executable, "-m", _app(), *_config_dir(sys.argv), *self.overrides, *self.passed_on,
             # Without it a sweep preset would sweep again without end.
-            "hydra.mode=RUN", f"hydra.run.dir={_quote(self.folder)}",
+            "hydra.mode=RUN", f"hydra.run.dir={quote(self.folder)}",
             f"hydra.job.num={self.number}",
         ]  # fmt: skip
 
@@ -165,12 +166,6 @@ def _config_dir(argv: list[str]) -> list[str]:
         if argument in ("--config-dir", "-cd"):
             return argv[i : i + 2]
     return []
-
-
-def _quote(path: Path) -> str:
-    """A path as a Hydra override value."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"
 
 
 def last_line(log: Path) -> str:

@@ -69,7 +69,6 @@ class StudyRecord:
     runs: list[RunRecord]
     parent_id: str | None = None
     varied: tuple[str, ...] = ()
-    jobs_at_once: int = 1
 
 
 def canonical(
@@ -109,7 +108,8 @@ def _text(value: Any) -> str:
 def from_folder(folder: Path) -> RunRecord:
     """The run in a run folder, or the job that left no more than its failure there."""
     result = _json(folder / "result.json")
-    settings = _json(folder / "run.json").get("settings")
+    begin = folder / "run.json"
+    settings = _json(begin).get("settings")
     if settings:
         asked, other = canonical(flatten(settings), flatten(result.get("effective", {})))
     else:
@@ -123,7 +123,7 @@ def from_folder(folder: Path) -> RunRecord:
         status=result.get("status", "failed"), reason=reason if result else "no result.json",
         settings=asked, requested=other, seed=str(result.get("seed", "")),
         machine=machine_of(result), commit=_commit(result.get("provenance", {})),
-        started=rows.stat().st_ctime if rows.exists() else 0.0,
+        started=begin.stat().st_mtime if begin.exists() else 0.0,
         tracked=(folder / "mlflow.json").exists(),
         final=final_metrics(result), curves=_curves(_parse(lines)),
     )  # fmt: skip
@@ -138,7 +138,7 @@ def from_sweep(folder: Path) -> StudyRecord:
     study = _json(folder / "study.json")
     return StudyRecord(
         study.get("name", folder.name), runs, study.get("parent_run_id"),
-        tuple(study.get("varied", ())), study.get("jobs_at_once", 1),
+        tuple(study.get("varied", ())),
     )  # fmt: skip
 
 
@@ -229,8 +229,7 @@ def from_store(store: Store, study: str | None, run_ids: Iterable[str] = ()) -> 
             _of_overrides(lost["overrides"]), reason=lost["reason"],
         ))  # fmt: skip
     varied = tuple(k for k in facts.get("varied", "").split(",") if k)
-    at_once = int(facts.get("hydra.launcher.n_jobs", 1))
-    return StudyRecord(name, runs, facts.get("run_id"), varied, at_once)
+    return StudyRecord(name, runs, facts.get("run_id"), varied)
 
 
 def _without_replaced(runs: list[RunRecord]) -> list[RunRecord]:

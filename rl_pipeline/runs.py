@@ -144,8 +144,13 @@ def with_resumed_sweep(argv: list[str]) -> list[str]:
     kept = [o for o in saved if _key(o) not in keys | {"study.resume", "hydra.sweep.dir"}]
     if "-m" not in flags and "--multirun" not in flags:
         flags = ["-m", *flags]
-    quoted = str(folder).replace("'", "\\'")
-    return [*flags, *kept, *now, f"hydra.sweep.dir='{quoted}'"]
+    return [*flags, *kept, *now, f"hydra.sweep.dir={quote(folder)}"]
+
+
+def quote(path: Path) -> str:
+    """A path as a Hydra override value."""
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
 
 
 def _key(override: str) -> str:

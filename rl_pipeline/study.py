@@ -17,7 +17,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rl_pipeline.config import refusing, sweep_settings, varied_keys
-from rl_pipeline.runs import STUDY_FILE, flatten, has_run, parse_overrides
+from rl_pipeline.runs import STUDY_FILE, flatten, has_run, parse_overrides, quote
 from rl_pipeline.settings import ConfigError, Settings
 
 _HANDED_ON = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
@@ -40,6 +40,8 @@ class Study(Callback):
         with open_dict(config):
             # Jobs of other processes and machines have another working directory.
             config.hydra.sweep.dir = str(folder)
+            # Launchers that compose a job's configuration again know only the overrides.
+            config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quote(folder)}")
             if str(config.hydra.launcher._target_).endswith("RayLauncher"):
                 _prepare_ray(config.hydra.launcher.ray)
         varied = varied_keys(config)
@@ -48,7 +50,6 @@ class Study(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         study = _json(folder / STUDY_FILE) | {
             "name": name, "varied": varied, "folder": str(folder), "cwd": str(Path.cwd()),
-            "jobs_at_once": int(config.hydra.launcher.get("n_jobs") or 1),
             "overrides": [a for a in sys.argv[1:] if not a.startswith("-")],
         }  # fmt: skip
         if grid[0].tracking.name != "none":
@@ -161,12 +162,14 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
 def _prepare_ray(ray: DictConfig) -> None:
     # Ray would run a job again whose worker died, in the folder of the first try.
     ray.remote.setdefault("max_retries", 0)
+    if ray.init.get("address"):
+        # The launcher's default size of the object store is refused by a cluster that has one.
+        ray.init.setdefault("object_store_memory", None)
     # Workers of a cluster that runs already do not inherit our environment. By name, resolved when
     # Ray starts: a URI may hold a password, and multirun.yaml keeps this configuration.
     names = ["RL_PIPELINE_STUDY", *(name for name in _HANDED_ON if name in os.environ)]
-    ray.init.setdefault("runtime_env", {}).setdefault("env_vars", {}).update(
-        {name: "${oc.env:" + name + "}" for name in names}
-    )
+    variables = {name: "${oc.env:" + name + "}" for name in names}
+    OmegaConf.update(ray, "init.runtime_env.env_vars", variables, force_add=True)
 
 
 def _ordered_by_us(config: DictConfig) -> bool:
@@ -185,8 +188,8 @@ def _params(config: DictConfig, grid: list[Settings], varied: list[str]) -> dict
     values = {str(k).lstrip("+"): str(v) for k, v in params.items()} | swept
     launcher = {
         f"hydra.launcher.{k}": v for k, v in flatten(
-            OmegaConf.to_container(config.hydra.launcher, resolve=True)  # type: ignore
-        ).items() if k != "_target_"
+            OmegaConf.to_container(config.hydra.launcher, resolve=False)  # type: ignore
+        ).items() if k != "_target_" and "runtime_env" not in k
     }  # fmt: skip
     return {
         "varied": ",".join(varied), "command": " ".join(sys.argv[1:]), "jobs": len(grid),

@@ -179,6 +179,17 @@ def test_time_and_steps_to_a_threshold_memory_compile_and_energy():
     assert math.isnan(other.joules_per_step)
 
 
+def test_runs_that_shared_the_machine_are_told():
+    def at(start, **kwargs):
+        run = record(**kwargs)
+        return RunRecord(**{**vars(run), "started": start, "final": {**run.final, "wall_s": 10.0}})
+
+    apart = compare(study([at(0.0), at(11.0), at(22.0)]))
+    assert not any("at once" in note for note in apart.notes)
+    together = compare(study([at(0.0), at(5.0), at(9.0)]))
+    assert any("up to 3 runs ran at once" in note for note in together.notes)
+
+
 def test_wrong_names_are_told():
     runs = study(noisy(np.random.default_rng(6), 1000, 2))
     with pytest.raises(comparison.UnknownKey):
