@@ -8,7 +8,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-cluster setup-sweep train test test-slow test-all ui server try-postgres \
-    sweep learn lint format clean
+    sweep learn repro-backends reproduce lint format clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -68,6 +68,14 @@ sweep: setup ## Compare backends on CartPole: a small sweep that ends in a table
 
 learn: setup ## Prove that PPO learns (about 40 minutes; skips what has a result)
 	$(PY) experiments/learning/study.py $(ARGS)
+
+repro-backends: setup ## Study: which backend trains CartPole fastest (10 minutes; QUICK=1: 3)
+	$(PY) -m experiments.backends.study
+
+# Studies by name; SEEDS=, STEPS=, DEVICE= change them.
+STUDIES := backends
+reproduce: setup ## Run every study under experiments/ (QUICK=1: under 3 minutes each)
+	@for study in $(STUDIES); do $(MAKE) --no-print-directory repro-$$study || exit 1; done
 
 lint: setup ## Check style and types
 	$(VENV)/bin/ruff check .

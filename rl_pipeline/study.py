@@ -87,8 +87,10 @@ class Study(Callback):
         print(f"folder  {report.shown_path(str(folder))}")
         if self._parent:
             print(f"mlflow  {report.how_to_open(redact(self._parent['uri']))}")
-            run = f"#/experiments/{self._parent['experiment_id']}/runs/{self._parent['run_id']}"
-            print(f"        {report.server_of(redact(self._parent['uri']))}/{run}/artifacts")
+            server = report.server_of(redact(self._parent["uri"]))
+            page = f"{server}/#/experiments/{self._parent['experiment_id']}/runs"
+            print(f"        {page}/{self._parent['run_id']}/artifacts  (the answer)")
+            print(f"        {page}?viewStateShareKey={self._parent['run_id']}  (the jobs)")
         if failed:
             print(f"{len(failed)} of {len(study.runs)} jobs did not finish", file=sys.stderr)
             if _ordered_by_us(config) and config.hydra.sweeper._target_.endswith("BasicSweeper"):

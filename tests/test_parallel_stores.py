@@ -109,16 +109,18 @@ class Server:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def stop(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def test_eight_jobs_on_a_server_that_goes_away_for_ten_seconds(tmp_path):
     server = Server(tmp_path)
     server.start()
+    job = None
     try:
         job = sweep(
-            tmp_path, "seed=1,2,3,4,5,6,7,8", "hydra.launcher.n_jobs=8", "max_wall_s=60",
+            tmp_path, "seed=1,2,3,4,5,6,7,8", "hydra.launcher.n_jobs=8", "max_wall_s=100",
             "total_steps=1e9", "tracking=server", f"tracking.uri={server.uri}",
         )  # fmt: skip
 
@@ -139,4 +141,7 @@ def test_eight_jobs_on_a_server_that_goes_away_for_ten_seconds(tmp_path):
         assert job.returncode == 0, out + err
         check_all_there(tmp_path, server.database, 8)
     finally:
+        if job and job.poll() is None:
+            job.terminate()
+            job.wait(LIMIT_S)
         server.stop()

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
+from rl_pipeline.telemetry import views
 from rl_pipeline.telemetry.tail import store_name
 
 PARAM_CHARS, TAG_CHARS, PARAMS_PER_CALL = 6000, 5000, 100
@@ -80,6 +81,7 @@ class Store:
                 try:
                     # The UI then opens the experiment on its training runs, not on GenAI pages.
                     tags = {"mlflow.experimentKind": "custom_model_development"}
+                    tags[views.TAG + views.KEY] = views.view_state(views.TRAINING_RUNS)
                     return str(self.client.create_experiment(name, location, tags))
                 except MlflowException:
                     # Another machine was faster: a server knows no lock of ours.

@@ -22,6 +22,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from rl_pipeline.telemetry import views
 from rl_pipeline.telemetry.final import final_metrics, machine_of
 from rl_pipeline.telemetry.store import TAG_CHARS, Store, alive, one_line, quiet, say, trouble_kinds
 from rl_pipeline.telemetry.tail import LARGEST, Batch, Tail, store_name
@@ -227,6 +228,8 @@ def create_parent(request: Mapping[str, Any]) -> dict[str, str]:
     known = request["known"]
     run_id = known if known and store.reopen(known) else store.run_id(experiment_id, request)
     store.describe(run_id, request)
+    view = views.view_state(views.jobs_of(run_id))
+    store.client.set_experiment_tag(experiment_id, views.TAG + run_id, view)
     return {"run_id": run_id, "experiment_id": experiment_id, "uri": request["uri"]}
 
 
