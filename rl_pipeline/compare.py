@@ -96,11 +96,13 @@ def run(settings: CompareSettings) -> None:
 
 def _uri(settings: CompareSettings) -> str:
     from rl_pipeline.settings import TrackingSettings
-    from rl_pipeline.telemetry.tracker import resolve
+    from rl_pipeline.telemetry.tracker import check_driver, resolve
 
     try:
         store = TrackingSettings(name="mlflow", uri=settings.uri)
-        return resolve(store, Path.cwd(), dict(os.environ))[0]
+        uri = resolve(store, Path.cwd(), dict(os.environ))[0]
+        check_driver(uri)
+        return uri
     except ValueError as error:
         raise ConfigError(str(error).replace("tracking.uri", "uri")) from None
 

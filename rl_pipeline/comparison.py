@@ -125,6 +125,7 @@ def compare(
     base = baseline or {}
     _check_baseline(base, groups)
     first = next((g for g in groups if _matches(g, base) and g.done), groups[0])
+    groups.sort(key=lambda group: group is not first)
     last = [run.curves["return/train"][0][-1] for run in runs if run.finished and _trained(run)]
     steps = at_steps or (min(last) if last else math.nan)
     metric = _return_metric(runs, steps)
@@ -391,6 +392,12 @@ def _effects(found: Comparison, first: Group) -> None:
     cells = {tuple(g.levels[k] for k in factors): _rates(g) for g in alike}
     design = stats.Factorial(factors, cells, first.levels)
     found.factors, found.effects = factors, design.main_effects()
+    if len(factors) == 1:
+        # The table's own speed-ups: a second interval for the same ratio would only confuse.
+        ratios = {g.levels[factors[0]]: g.speedup for g in alike}
+        found.effects = [
+            e._replace(ratio=ratio) for e in found.effects if (ratio := ratios[e.level])
+        ]
     found.interactions = [i for i in design.interactions() if i.ratio.excludes(1)]
     for effect in list(found.effects):
         phrase, conditional = _phrase(effect, found, design)

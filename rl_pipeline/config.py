@@ -308,7 +308,7 @@ def check_machine(settings: Settings) -> None:
     """
     from importlib.util import find_spec
 
-    from rl_pipeline.telemetry.tracker import redact, resolve
+    from rl_pipeline.telemetry.tracker import check_driver, redact, resolve
 
     if settings.backend.name.startswith("envpool") and find_spec("envpool") is None:
         raise ConfigError(
@@ -322,6 +322,6 @@ def check_machine(settings: Settings) -> None:
             "environment variable MLFLOW_TRACKING_URI and leave tracking.uri out"
         )
     try:
-        resolve(settings.tracking, Path.cwd(), dict(os.environ))
+        check_driver(resolve(settings.tracking, Path.cwd(), dict(os.environ))[0])
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -75,19 +75,21 @@ def resolve(
         database = Path(os.path.normpath(cwd / path))
         return f"{uri.split(':', 1)[0]}:///{database}", experiment, database.parent / "mlartifacts"
     if scheme in ("postgresql", "mysql", "mssql"):
-        _check_driver(origin, uri)
         return uri, experiment, cwd / "mlartifacts"
     return uri, experiment, None
 
 
-def _check_driver(origin: str, uri: str) -> None:
+def check_driver(uri: str) -> None:
+    """Raise ValueError if the package that talks to this database is not installed."""
+    if not uri.startswith(("postgresql", "mysql", "mssql")):
+        return
     from sqlalchemy.engine import make_url
 
     try:
         make_url(uri).get_dialect().import_dbapi()
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{redact(origin)} needs the package {error.name}; for PostgreSQL: "
+            f"{redact(uri)} needs the package {error.name}; for PostgreSQL: "
             "pip install 'rl_pipeline[postgres]'"
         ) from None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 KEY = "rl_pipeline"
@@ -38,15 +39,24 @@ def jobs_of(parent_run_id: str) -> str:
     return f"tags.mlflow.parentRunId = '{parent_run_id}'"
 
 
-def view_state(search: str) -> str:
-    """The view of the runs that `search` finds, as MLflow's front end reads it."""
+def grouping(varied: str) -> list[str]:
+    """The params that tell a study's settings apart, from its comma-separated varied keys."""
+    keys = [key for key in varied.split(",") if key not in ("", "seed")]
+    return [key if "." in key or key == "total_steps" else f"{key}.name" for key in keys]
+
+
+def view_state(search: str, group_by: Sequence[str] = ()) -> str:
+    """The view of the runs that `search` finds, as MLflow's front end reads it.
+
+    Grouped by params, seeds are averaged; runs below a parent are else shown once it is unfolded.
+    """
     charts: list[dict[str, Any]] = []
     sections: list[dict[str, Any]] = []
     for name, metrics in _SECTIONS.items():
-        section = {"uuid": f"rl-{len(sections)}", "name": name, "display": True}
-        sections.append(section | {"isReordered": False})
+        section = f"rl-{len(sections)}"
+        sections.append({"uuid": section, "name": name, "display": True, "isReordered": False})
         for metric in metrics:
-            charts.append(_chart("LINE", section["uuid"], len(charts)) | {
+            charts.append(_chart("LINE", section, len(charts)) | {
                 "metricKey": metric, "selectedMetricKeys": [metric], "scaleType": "linear",
                 "xAxisKey": "step", "xAxisScaleType": "linear", "lineSmoothness": 0,
                 "yAxisKey": "metric", "yAxisExpressions": [], "ignoreOutliers": False,
@@ -55,10 +65,16 @@ def view_state(search: str) -> str:
     x, y = ({"key": key, "type": "METRIC"} for key in _SCATTER)
     charts.append(_chart("SCATTER", "rl-1", len(charts)) | {"xaxis": x, "yaxis": y})
     columns = [f"metrics.`{m}`" for m in _METRICS] + [f"params.`{p}`" for p in _PARAMS]
-    state = {
+    state: dict[str, Any] = {
         "selectedColumns": columns, "runsHiddenMode": "FIRST_20_RUNS", "compareRunCharts": charts,
         "compareRunSections": sections, "searchFilter": search,
+        "isAccordionReordered": True,  # ours first, then those that MLflow makes by itself
     }  # fmt: skip
+    if group_by:
+        state["groupBy"] = {
+            "aggregateFunction": "average",
+            "groupByKeys": [{"mode": "param", "groupByData": key} for key in group_by],
+        }
     # A tag holds 5,000 characters; MLflow packs its own views likewise.
     packed = zlib.compress(json.dumps(state).encode(), 9)
     return "deflate;" + base64.b64encode(packed).decode()

@@ -228,7 +228,8 @@ def create_parent(request: Mapping[str, Any]) -> dict[str, str]:
     known = request["known"]
     run_id = known if known and store.reopen(known) else store.run_id(experiment_id, request)
     store.describe(run_id, request)
-    view = views.view_state(views.jobs_of(run_id))
+    groups = views.grouping(request["params"].get("varied", ""))
+    view = views.view_state(views.jobs_of(run_id), groups)
     store.client.set_experiment_tag(experiment_id, views.TAG + run_id, view)
     return {"run_id": run_id, "experiment_id": experiment_id, "uri": request["uri"]}
 
