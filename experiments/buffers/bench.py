@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from contenders import CONTENDERS, HAVE_PRIORITIES, Contender, NotHere, Task  # noqa: E402
 
-from rl_pipeline import report  # noqa: E402
+from rl_pipeline import figures, report  # noqa: E402
 from rl_pipeline.cpus import cpu_budget  # noqa: E402
 from rl_pipeline.runtime import keep_freed_memory  # noqa: E402
 from rl_pipeline.telemetry.provenance import provenance  # noqa: E402
@@ -240,7 +240,7 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
             "title": title, "lines": lines, "log": True, "xlabel": "transitions stored",
             "ylabel": "microseconds a sample",
         })  # fmt: skip
-    report.line_panels(path, panels, rows=1)
+    figures.line_panels(path, panels, rows=1)
 
 
 def main() -> None:
