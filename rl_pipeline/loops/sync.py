@@ -220,7 +220,7 @@ def _run_replay_in_lanes(envs: Lanes, learn: _Learning, obs: np.ndarray, after_t
                 buffer.add(seen[i], acted[i], {}, step)
             seen[i] = step.obs
             counters.env_steps += int(np.count_nonzero(step.valid))
-            with phases("act"):
+            with phases("act"), envs.overlap():
                 acted[i] = learner.act(seen[i], learn.progress)
             with phases("env"):
                 lane.send(acted[i])
