@@ -3,15 +3,16 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 ARGS ?=
+TASKS ?=
+QUICK ?=
 PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY = true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-cluster setup-sweep train test test-slow test-all ui server try-postgres \
-    sweep learn repro-backends reproduce lint format clean
+.PHONY: help $(shell sed -nE 's/^([a-z-]+):.*/\1/p' $(MAKEFILE_LIST))
 
 help: ## Show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-19s %s\n", $$1, $$2}'
 	@echo '  ARGS="env=pong seed=2" adds overrides to train and sweep'
 
 setup: $(VENV)/.installed ## Create .venv and install (all other targets do it themselves)
@@ -69,11 +70,20 @@ sweep: setup ## Compare backends on CartPole: a small sweep that ends in a table
 learn: setup ## Prove that PPO learns (about 40 minutes; skips what has a result)
 	$(PY) experiments/learning/study.py $(ARGS)
 
+parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong"; minutes)
+	$(PY) experiments/parity/study.py $(TASKS)
+
+bench-envs: setup ## Environments alone: steps/s by backend, and what adapters cost (10 minutes; QUICK=1: 3)
+	QUICK=$(QUICK) $(PY) -m experiments.envs.bench $(ARGS)
+
+repro-vectorization: setup ## What stepping many environments at once is worth (8 minutes; QUICK=1: 3)
+	QUICK=$(QUICK) $(PY) -m experiments.vectorization.study $(ARGS)
+
 repro-backends: setup ## Study: which backend trains CartPole fastest (10 minutes; QUICK=1: 3)
 	$(PY) -m experiments.backends.study
 
 # Studies by name; SEEDS=, STEPS=, DEVICE= change them.
-STUDIES := backends
+STUDIES := backends vectorization
 reproduce: setup ## Run every study under experiments/ (QUICK=1: under 3 minutes each)
 	@for study in $(STUDIES); do $(MAKE) --no-print-directory repro-$$study || exit 1; done
 

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,12 @@ def make_envs(settings: Settings, num_envs: int, seed: int, num_threads: int) ->
             return EnvPoolVecEnv(settings.env, num_envs, seed, num_threads)
 
 
-def make_training_envs(settings: Settings, seed: int, num_threads: int) -> VecEnv:
+def make_training_envs(
+    settings: Settings,
+    seed: int,
+    num_threads: int,
+    overlap: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> VecEnv:
     """The environments to train in, in lanes where the backend has them."""
     backend = settings.backend
     if backend.lanes == 1:
@@ -66,7 +71,7 @@ def make_training_envs(settings: Settings, seed: int, num_threads: int) -> VecEn
     seeds = np.random.SeedSequence(seed).generate_state(backend.lanes)
     # Each lane may use all threads: while it steps, the others mostly wait for the policy.
     lanes = [make_envs(settings, share, int(s), min(num_threads, share)) for s in seeds]
-    return Lanes(lanes, backend.name)
+    return Lanes(lanes, backend.name, overlap)
 
 
 def make_learner(
@@ -130,9 +135,11 @@ def study_of(overrides: list[str]) -> tuple[dict[str, Any], str]:
 
 def requested(settings: Settings) -> dict[str, Any]:
     """The choices a comparison groups by, as asked for."""
+    auto = dict.fromkeys(settings.chosen, "auto")
     return {
         "backend": settings.backend.name,
-        "num_envs": settings.backend.num_envs,
+        "num_envs": auto.get("backend.num_envs", settings.backend.num_envs),
+        "lanes": auto.get("backend.lanes", settings.backend.lanes),
         "buffer": settings.buffer.name,
         "placement": settings.buffer.placement,
         "precision": settings.precision.name,
@@ -150,10 +157,18 @@ def make_facts(
     study, name = study_of(overrides)
     plan = runtime.threads
     effective = requested(settings) | {
+        "num_envs": settings.backend.num_envs,
+        "lanes": settings.backend.lanes,
         "device": str(runtime.device),
-        "threads": {"budget": plan.budget, "torch": plan.torch_threads, "envs": plan.env_threads},
+        "threads": {
+            "budget": plan.budget,
+            "torch": plan.torch_threads,
+            "act": plan.act_threads,
+            "envs": plan.env_threads,
+        },
     }
     reasons = {
+        **settings.chosen,
         **{f"threads.{k}": v for k, v in plan.reasons.items()},
         "device": runtime.device_reason,
     }
@@ -217,7 +232,7 @@ def make_session(
     phases = (
         Phases(new_event=runtime.new_event()) if settings.profile.name == "phases" else NullPhases()
     )
-    envs = make_training_envs(settings, stream_seed(seed, "envs"), threads)
+    envs = make_training_envs(settings, stream_seed(seed, "envs"), threads, runtime.beside_envs)
     learner = make_learner(settings, envs.spec, runtime, phases)
     buffer = RolloutBuffer(envs.spec, settings.algo.horizon, learner.extras, runtime.device)
     facts["buffer_bytes"] = buffer.nbytes

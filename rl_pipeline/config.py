@@ -175,6 +175,8 @@ def _options(group: str, word: str | None = None) -> str:
         return f"is its package installed? ({group}=optuna: pip install 'rl_pipeline[sweep]')"
     valid = sorted(p.stem for p in (CONF / group).glob("*.yaml"))
     hint = near(word, valid) if word else ""
+    if hint and len(valid) > 30:
+        return f"--help lists the {len(valid)} options of {group}{hint}"
     return f"{group} can be {', '.join(valid)}" + hint if valid else f"{group} has no options yet"
 
 
@@ -251,9 +253,30 @@ def check_study(settings: Settings) -> None:
 def check_recipe(overrides: list[str]) -> None:
     """Refuse a recipe that does not exist: as an optional default Hydra would pass over it."""
     for override in parse_overrides([o for o in overrides if o.startswith("recipe=")]):
-        name, folders = override.value(), (CONF, Path.cwd() / "conf")
-        if name and not any((folder / "recipe" / f"{name}.yaml").exists() for folder in folders):
+        if (name := override.value()) and not _option_file("recipe", str(name)):
             raise ConfigError(f"recipe={name} does not exist here; {_options('recipe', str(name))}")
+
+
+def recipe_of(algo: str, env: str) -> str:
+    """The recipe that applies by itself: the task's own, else its family's (`conf/env/base`)."""
+    own = f"{algo}_{env}"
+    file = _option_file("env", env)
+    if file is None or _option_file("recipe", own):
+        return own
+    for default in OmegaConf.select(OmegaConf.load(file), "defaults", default=()):
+        if found := re.fullmatch(r"base/(\w+)@_here_", str(default)):
+            return f"{algo}_{found.group(1)}"
+    return own
+
+
+def _option_file(group: str, option: str) -> Path | None:
+    """Where an option of a group is written down, ours or the user's."""
+    files = (folder / group / f"{option}.yaml" for folder in (CONF, Path.cwd() / "conf"))
+    return next((file for file in files if file.exists()), None)
+
+
+# Hydra resolves it while it composes the defaults list.
+OmegaConf.register_new_resolver("recipe_of", recipe_of, replace=True)
 
 
 def sweep_settings(config: DictConfig) -> list[Settings]:

@@ -7,9 +7,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rl_pipeline.settings import NetworkSettings
-from rl_pipeline.types import Continuous, Discrete, EnvSpec
+from rl_pipeline.types import (
+    ActionSpace,
+    Continuous,
+    Discrete,
+    EnvSpec,
+    MultiBinary,
+    MultiDiscrete,
+)
 
 
 class FlatParameters:
@@ -183,9 +191,79 @@ class Gaussian:
         return self.log_prob(params, action), entropy
 
 
-def make_distribution(action: Discrete | Continuous) -> Categorical | Gaussian:
+class MultiCategorical:
+    """Independent Categoricals; parameters are their logits side by side [B, sum of A_k]."""
+
+    def __init__(self, action: MultiDiscrete) -> None:
+        self._sizes = list(action.num_actions)
+        self._parts = [Categorical(Discrete(size)) for size in self._sizes]
+        self.num_params = sum(self._sizes)
+
+    def sample(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """Actions [B, K]."""
+        pairs = self._split(logits)
+        return torch.stack([part.sample(x, generator) for part, x in pairs], -1)
+
+    def mode(self, logits: Tensor) -> Tensor:
+        """The most likely actions [B, K]."""
+        return torch.stack([part.mode(x) for part, x in self._split(logits)], -1)
+
+    def log_prob(self, logits: Tensor, action: Tensor) -> Tensor:
+        """log pi(a|s) [B]."""
+        return self.log_prob_entropy(logits, action)[0]
+
+    def log_prob_entropy(self, logits: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """log pi(a|s) [B] and the entropy [B] in nats: the sums over the parts."""
+        pairs = zip(self._split(logits), action.unbind(-1), strict=True)
+        terms = [part.log_prob_entropy(x, a) for (part, x), a in pairs]
+        log_probs, entropies = zip(*terms, strict=True)
+        return torch.stack(log_probs).sum(0), torch.stack(entropies).sum(0)
+
+    def _split(self, logits: Tensor) -> list[tuple[Categorical, Tensor]]:
+        return list(zip(self._parts, logits.split(self._sizes, -1), strict=True))
+
+
+class Bernoulli:
+    """Independent bits; parameters are the logits [B, K] of a 1."""
+
+    def __init__(self, action: MultiBinary) -> None:
+        self.num_params = action.num_bits
+
+    def sample(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """Actions [B, K]."""
+        u = torch.empty_like(logits, dtype=torch.float32).uniform_(generator=generator)
+        return (u < logits.float().sigmoid()).long()
+
+    def mode(self, logits: Tensor) -> Tensor:
+        """The most likely actions [B, K]."""
+        return (logits > 0).long()
+
+    def log_prob(self, logits: Tensor, action: Tensor) -> Tensor:
+        """log pi(a|s) [B]."""
+        # A bit's log-probability is logsigmoid(logit), with the logit's sign flipped for a 0.
+        return F.logsigmoid(logits.float() * (2 * action - 1)).sum(-1)
+
+    def log_prob_entropy(self, logits: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """log pi(a|s) [B] and the entropy [B] in nats: the sums over the bits."""
+        logits = logits.float()
+        entropy = F.softplus(logits) - logits * logits.sigmoid()
+        return self.log_prob(logits, action), entropy.sum(-1)
+
+
+Distribution = Categorical | MultiCategorical | Bernoulli | Gaussian
+
+
+def make_distribution(action: ActionSpace) -> Distribution:
     """The action distribution of a space."""
-    return Categorical(action) if isinstance(action, Discrete) else Gaussian(action)
+    match action:
+        case Discrete():
+            return Categorical(action)
+        case MultiDiscrete():
+            return MultiCategorical(action)
+        case MultiBinary():
+            return Bernoulli(action)
+        case Continuous():
+            return Gaussian(action)
 
 
 class ActorCritic(nn.Module):
@@ -195,7 +273,7 @@ class ActorCritic(nn.Module):
         self,
         network: NetworkSettings,
         spec: EnvSpec,
-        distribution: Categorical | Gaussian,
+        distribution: Distribution,
         log_std_init: float,
         generator: torch.Generator,
     ) -> None:

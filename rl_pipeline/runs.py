@@ -100,9 +100,18 @@ def with_resumed_overrides(argv: list[str]) -> list[str]:
     if {"-m", "--multirun"} & set(argv):
         raise ConfigError("resume continues one run; leave out -m")
     folder = find_run(str(given[-1]))
-    saved = json.loads((folder / "run.json").read_text())["overrides"]
+    record = json.loads((folder / "run.json").read_text())
+    saved = [_as_chosen(override, record["settings"]) for override in record["overrides"]]
     first = next(i for i, a in enumerate(argv) if "=" in a and not a.startswith("-"))
     return [*argv[:first], *saved, *argv[first:]]
+
+
+def _as_chosen(override: str, settings: dict[str, Any]) -> str:
+    """What `auto` chose when the run began holds for its rest, also on another machine."""
+    key, _, value = override.partition("=")
+    if value == "auto" and key in ("backend.num_envs", "backend.lanes"):
+        return f"{key}={_get(settings, key)}"
+    return override
 
 
 # -- multiruns ------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -34,6 +34,8 @@ class ThreadPlan:
     budget: int
     torch_threads: int
     env_threads: int
+    act_threads: int
+    """Of torch while lanes of environments step beside it."""
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -73,7 +75,13 @@ def thread_plan(settings: Settings, budget: int, reason: str) -> ThreadPlan:
     else:
         env_threads = min(budget, settings.backend.num_envs)
         reasons["envs"] = f"{env_threads} (the budget, at most one per environment)"
-    return ThreadPlan(budget, torch_threads, env_threads, reasons)
+    act_threads = torch_threads
+    if settings.backend.lanes > 1 and torch_threads > 1 and not user:
+        # Threads of torch that wait for each other spin, and take the cores from the lane that
+        # steps meanwhile; one that is kept off its core stops all of them.
+        act_threads = max(1, budget // 2)
+        reasons["act"] = f"{act_threads} (half of the budget: the other lane steps meanwhile)"
+    return ThreadPlan(budget, torch_threads, env_threads, act_threads, reasons)
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
@@ -165,6 +173,15 @@ class Runtime:
         """Wait for the device's queued work; nothing to wait for on the CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def beside_envs(self) -> Iterator[None]:
+        """Inside, torch leaves cores to environments that step at the same time."""
+        torch.set_num_threads(self.threads.act_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self.threads.torch_threads)
 
     def new_event(self) -> Callable[[], Any] | None:
         """Factory of timing events where work is asynchronous, else None."""

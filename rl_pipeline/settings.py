@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
+
+from rl_pipeline import auto
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -56,6 +66,19 @@ class AtariSettings(Frozen):
     """Probability that the emulator repeats the previous action."""
 
 
+class WrapperSettings(Frozen):
+    """A Gymnasium wrapper."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    """`package.module:Class`."""
+    kwargs: dict[str, Any] = {}
+    """Passed to the class after the environment."""
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
 class EnvSettings(Frozen):
     """The task."""
 
@@ -68,6 +91,10 @@ class EnvSettings(Frozen):
     max_episode_steps: PositiveInt | None = None
     """Time limit in agent steps; null keeps the task's own."""
     atari: AtariSettings | None = None
+    flatten_obs: bool = False
+    """Observe the parts of a Dict, Tuple or discrete observation as one vector of floats."""
+    wrappers: tuple[Annotated[WrapperSettings, BeforeValidator(_named)], ...] = ()
+    """Gymnasium wrappers, the first innermost: `package.module:Class` or {name, kwargs}."""
     kwargs: dict[str, Any] = {}
     """Passed to the environment's constructor; add keys with `+env.kwargs.key=value`."""
 
@@ -77,11 +104,13 @@ class BackendSettings(Frozen):
 
     name: Literal["gymnasium", "gymnasium_async", "gymnasium_native", "envpool", "envpool_async"]
     num_envs: PositiveInt = 8
+    """More sample faster and learn otherwise. `auto` chooses by task and CPU budget, says why."""
     num_threads: PositiveInt | Literal["auto"] = "auto"
     """Worker threads of EnvPool and of ALE's native form; `auto` chooses from the CPU budget and
     the task and says why."""
     lanes: PositiveInt = 1
-    """Groups of environments that take turns: one steps while the policy acts for the next."""
+    """Groups of environments that take turns: one steps while the policy acts for the next; or
+    `auto`."""
     step_timeout_s: PositiveFloat | None = None
     """gymnasium_async: a worker that does not answer within this many seconds ends the run."""
 
@@ -257,6 +286,23 @@ class Settings(Frozen):
     mode: ModeSettings
     profile: ProfileSettings
     tracking: TrackingSettings
+    _chosen: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """What `auto` chose and why, by setting."""
+        return self._chosen
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _auto(cls, values: Any, check: ModelWrapValidatorHandler[Settings]) -> Settings:
+        chosen: dict[str, str] = {}
+        if isinstance(values, dict):
+            values, chosen = auto.resolve(values)
+        settings = check(values)
+        if chosen:
+            settings._chosen = chosen
+        return settings
 
     @model_validator(mode="after")
     def _combinations(self) -> Settings:
@@ -296,6 +342,16 @@ class Settings(Frozen):
         if backend.startswith("envpool") and self.env.kwargs.keys() & {"num_envs", "seed"}:
             raise ValueError(
                 "env.kwargs cannot set num_envs or seed; use backend.num_envs and seed"
+            )
+        if self.env.wrappers and backend not in ("gymnasium", "gymnasium_async"):
+            raise ValueError(
+                f"env.wrappers are Gymnasium's, backend={backend} cannot apply them; use "
+                "backend=gymnasium or backend=gymnasium_async"
+            )
+        if self.env.wrappers and self.env.kind == "atari":
+            raise ValueError(
+                f"env.wrappers have no effect under the preprocessing of env={self.env.name}; use "
+                f"env=gym env.id=ale_py:{self.env.id} with wrappers that do all of it"
             )
         if (self.env.kind == "atari") != (self.env.atari is not None):
             raise ValueError("env.kind=atari and the env.atari block go together")

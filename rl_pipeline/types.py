@@ -14,9 +14,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Discrete:
-    """Actions 0 .. num_actions - 1."""
+    """Actions 0 .. num_actions - 1, whatever the library starts to count at."""
 
     num_actions: int
+    shape = ()
+    """Shape of one action; each kind has one, and the dtype in which its actions are kept."""
+    dtype = np.dtype(np.int64)
+
+
+@dataclass(frozen=True)
+class MultiDiscrete:
+    """Several independent choices: the i-th is one of 0 .. num_actions[i] - 1."""
+
+    num_actions: tuple[int, ...]
+    dtype = np.dtype(np.int64)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one action."""
+        return (len(self.num_actions),)
+
+
+@dataclass(frozen=True)
+class MultiBinary:
+    """Independent bits, each 0 or 1."""
+
+    num_bits: int
+    dtype = np.dtype(np.int64)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one action."""
+        return (self.num_bits,)
 
 
 @dataclass(frozen=True)
@@ -25,11 +54,15 @@ class Continuous:
 
     low: np.ndarray
     high: np.ndarray
+    dtype = np.dtype(np.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one action."""
         return self.low.shape
+
+
+ActionSpace = Discrete | MultiDiscrete | MultiBinary | Continuous
 
 
 @dataclass(frozen=True)
@@ -41,7 +74,7 @@ class EnvSpec:
     num_envs: int
     obs_shape: tuple[int, ...]
     obs_dtype: np.dtype
-    action: Discrete | Continuous
+    action: ActionSpace
     frame_skip: int = 1
     """Emulator frames per agent step (4 for the standard Atari preprocessing, else 1)."""
     max_episode_steps: int | None = None
@@ -105,7 +138,7 @@ class VecEnv(Protocol):
         """Start all episodes anew; returns obs [N, *obs_shape]."""
 
     def send(self, action: np.ndarray) -> None:
-        """Start a step with action [N] (integers) or [N, *action_shape] (floats, clipped)."""
+        """Start a step with action [N, *action_shape]: integers, or floats that are clipped."""
 
     def recv(self) -> Step:
         """Wait for the step that was sent."""

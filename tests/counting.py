@@ -64,10 +64,85 @@ class Odd(Counting):
         match space:
             case "obs":
                 self.observation_space = gym.spaces.Dict(a=gym.spaces.Box(0, 3, (1,)))
+            case "text":
+                self.observation_space = gym.spaces.Dict(
+                    a=gym.spaces.Box(0, 3, (1,)), b=gym.spaces.Tuple([gym.spaces.Text(9)])
+                )
+            case "grid":
+                self.action_space = gym.spaces.MultiDiscrete([[2, 2], [2, 2]])
+            case "integers":
+                self.action_space = gym.spaces.Box(0, 9, (2,), np.int32)
+            case "several":
+                self.action_space = gym.spaces.Dict(a=gym.spaces.Discrete(2))
+
+
+class Parts(Counting):
+    """A Counting whose count is seen in parts of every kind, nested."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = gym.spaces.Dict(
+            box=gym.spaces.Box(-9, 9, (2, 1), np.float64),
+            one=gym.spaces.Discrete(4, start=-1),
+            rest=gym.spaces.Tuple(
+                [gym.spaces.MultiBinary(2), gym.spaces.MultiDiscrete([2, 4], start=[0, 5])]
+            ),
+        )
+
+    def _observe(self):
+        n = self._count
+        box = np.array([[n], [-n]], np.float64)
+        bits = np.array([n & 1, n >> 1], np.int8)
+        return {"box": box, "one": np.int64(n - 1), "rest": (bits, np.array([n % 2, n + 5]))}
+
+
+class Match(gym.Env):
+    """Rewards each place of the action that is what the observation says; ends after 8 steps."""
+
+    def __init__(self, space: str):
+        match space:
             case "multi":
-                self.action_space = gym.spaces.MultiDiscrete([2, 2])
+                self.action_space = gym.spaces.MultiDiscrete([3, 4], start=[0, 2])
+                self._choices = np.array([3, 4])
+            case "binary":
+                self.action_space = gym.spaces.MultiBinary(3)
+                self._choices = np.array([2, 2, 2])
             case "start":
-                self.action_space = gym.spaces.Discrete(2, start=1)
+                self.action_space = gym.spaces.Discrete(3, start=-1)
+                self._choices = np.array([3])
+        self._first = getattr(self.action_space, "start", 0)
+        self.observation_space = gym.spaces.MultiDiscrete(self._choices)
+
+    def _observe(self):
+        self._wanted = self.np_random.integers(self._choices)
+        return self._wanted
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._count = 0
+        return self._observe(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        reward = float(np.mean(action - self._first == self._wanted))
+        self._count += 1
+        return self._observe(), reward, False, self._count >= 8, {}
+
+
+class Doubled(gym.ObservationWrapper):
+    """Observes twice as much, plus `more`."""
+
+    def __init__(self, env: gym.Env, more: float = 0):
+        super().__init__(env)
+        self.observation_space = gym.spaces.Box(0, 99, (1,), np.float32)
+        self._more = more
+
+    def observation(self, obs):
+        return obs * np.float32(2) + np.float32(self._more)
+
+
+def not_a_wrapper(env: gym.Env) -> int:
+    return 3
 
 
 class Reach(Counting):
@@ -118,5 +193,5 @@ class Faulty(gym.Env):
         return np.zeros(1, np.float32), 1.0, False, False, {}
 
 
-for _env in (Counting, Scripted, Odd, Reach, Pickles, Faulty):
+for _env in (Counting, Scripted, Odd, Parts, Match, Reach, Pickles, Faulty):
     gym.register(f"{_env.__name__}-v0", entry_point=_env)

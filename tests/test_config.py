@@ -7,41 +7,92 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ale_py
+import envpool
+import gymnasium as gym
 import pytest
 from conftest import compose, settings
+from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from rl_pipeline import config
 from rl_pipeline.config import ConfigError
 
+SAMPLES = "cartpole lunarlander halfcheetah pong atari gym envpool dm_control minigrid procgen"
 OPTIONS = [
     f"{group.name}={option.stem}"
     for group in sorted(config.CONF.iterdir())
     if group.is_dir() and group.name not in ("hydra", "recipe", "sweep", "local")
     for option in sorted(group.glob("*.yaml"))
+    if group.name != "env" or option.stem in SAMPLES.split()
 ]
 
 
 @pytest.mark.parametrize("override", OPTIONS)
 def test_every_option_composes_to_valid_settings(override):
-    extra = ["env.id=CartPole-v1"] if override == "env=gym" else []
+    group, option = override.split("=")
+    text = (config.CONF / group / f"{option}.yaml").read_text()
+    extra = ["env.id=CartPole-v1"] if "id: ???" in text else []
+    if override == "env=atari":
+        extra += ["env.envpool_id=Pong-v5"]
     if override == "network=nature_cnn":
         extra = ["env=pong"]
     if override == "tracking=server":
         extra = ["tracking.uri=http://127.0.0.1:1"]
-    group, option = override.split("=")
     checked = settings(override, *extra)
     if hasattr(checked, group):
         assert getattr(checked, group).name == option
 
 
-@pytest.mark.parametrize("env", ["cartpole", "acrobot", "pendulum", "halfcheetah", "pong"])
-def test_recipes_apply_and_the_command_line_wins_over_them(env):
-    assert (config.CONF / "recipe" / f"ppo_{env}.yaml").exists()
-    plain = settings(f"env={env}")
+@pytest.mark.parametrize(
+    ("env", "recipe"),
+    [
+        ("cartpole", "ppo_cartpole"),
+        ("lunarlander", "ppo_lunarlander"),
+        ("pong", "ppo_atari"),
+        ("seaquest", "ppo_atari"),
+        ("halfcheetah", "ppo_mujoco"),
+        ("walker2d", "ppo_mujoco"),
+    ],
+)
+def test_recipes_apply_and_the_command_line_wins_over_them(env, recipe):
+    """The task's own where there is one, else its family's, else none."""
+    assert config.recipe_of("ppo", env) == recipe
+    plain, none = settings(f"env={env}"), settings(f"env={env}", "recipe=none")
+    given = OmegaConf.load(config.CONF / "recipe" / f"{recipe}.yaml")
+    for key, value in given.algo.items():
+        assert getattr(plain.algo, key) == value
+    assert plain.algo != none.algo == settings("env=gym", "env.id=CartPole-v1").algo
     assert settings(f"env={env}", "algo.gamma=0.5").algo.gamma == 0.5
-    assert plain.algo.gamma != 0.5
-    assert plain.algo != settings("env=gym", "env.id=CartPole-v1").algo
+    other = settings(f"env={env}", "recipe=ppo_pendulum")
+    assert other.algo == settings("env=pendulum").algo
+
+
+def test_the_57_games_and_the_mujoco_tasks_go_by_name():
+    files = {file.stem: OmegaConf.load(file) for file in (config.CONF / "env").glob("*.yaml")}
+    tasks = {name: task for name, task in files.items() if not OmegaConf.is_missing(task, "id")}
+    games = {name: task for name, task in tasks.items() if "base/atari@_here_" in task.defaults}
+    assert len(games) == 57
+    for name, task in tasks.items():
+        words = "".join(word.capitalize() for word in name.split("_"))
+        if name in games:
+            assert (task.id, task.envpool_id) == (f"ALE/{words}-v5", f"{words}-v5")
+        assert task.name == name
+        # What differs is all that a file says; SAMPLES of them are composed.
+        assert task.keys() == {"name", "id", "envpool_id", "defaults"}
+    assert sum("base/mujoco@_here_" in task.defaults for task in tasks.values()) == 11
+    gym.register_envs(ale_py)
+    assert {task.id for task in tasks.values()} <= gym.registry.keys()
+    assert {task.envpool_id for task in tasks.values()} <= set(envpool.list_all_envs())
+
+
+def test_a_recipe_of_ones_own_wins_over_the_family_s(tmp_path, monkeypatch):
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "ppo_pong.yaml").write_text("# @package _global_\n")
+    monkeypatch.chdir(tmp_path)
+    assert config.recipe_of("ppo", "pong") == "ppo_pong"
+    assert config.recipe_of("ppo", "breakout") == "ppo_atari"
+    assert config.recipe_of("ppo", "mine") == "ppo_mine"
 
 
 def test_an_environment_chooses_network_and_backend_and_the_command_line_wins():

@@ -32,13 +32,15 @@ TASKS = {  # name: Gymnasium id, EnvPool id, kind, obs shape, time limit
     "pong": ("ALE/Pong-v5", "Pong-v5", "atari", (4, 84, 84), 27_000),
     "breakout": ("ALE/Breakout-v5", "Breakout-v5", "atari", (4, 84, 84), 27_000),
     "halfcheetah": ("HalfCheetah-v5", "HalfCheetah-v5", "mujoco", (17,), 1000),
+    "lunarlander": ("LunarLander-v3", "LunarLander-v3", "other", (8,), 1000),
 }
-# The two others where they exist, on enough tasks to meet every kind.
+SAMPLES = ("cartpole", "pendulum", "pong", "halfcheetah")
+# The others where they exist, on enough tasks to meet every kind.
 PAIRS = [
     *((backend, task) for task in TASKS for backend in BACKENDS),
-    *(("gymnasium_async", task) for task in ("cartpole", "pendulum", "pong", "halfcheetah")),
+    *(("gymnasium_async", task) for task in (*SAMPLES, "lunarlander")),
     *(("gymnasium_native", task) for task in ("cartpole", "pong")),
-    *(("envpool_async", task) for task in ("cartpole", "pendulum", "pong", "halfcheetah")),
+    *(("envpool_async", task) for task in (*SAMPLES, "lunarlander")),
 ]
 on_contract = pytest.mark.parametrize("backend, task", PAIRS)
 on_both = pytest.mark.parametrize("backend", BACKENDS)
@@ -158,7 +160,7 @@ def test_spec_shapes_and_dtypes(backend, task):
         assert spec.action.low.dtype == spec.action.high.dtype == np.float32
         assert spec.action.shape == ((1,) if task == "pendulum" else (6,))
     else:
-        counts = {"cartpole": 2, "acrobot": 3, "pong": 6, "breakout": 4}
+        counts = {"cartpole": 2, "acrobot": 3, "pong": 6, "breakout": 4, "lunarlander": 4}
         assert spec.action == Discrete(counts[task])
     obs, steps = rollout(vec, 3)
     assert obs.shape == (3, *shape) and obs.dtype == spec.obs_dtype and obs.any()
@@ -763,14 +765,6 @@ def test_atari_kwargs_cannot_undo_the_preprocessing():
 def test_other_autoreset_modes_are_refused(stubbed, mode):
     with pytest.raises(ValueError, match=getattr(mode, "name", "None")):
         stubbed(metadata={"autoreset_mode": mode})
-
-
-@pytest.mark.parametrize(
-    "space, word", [("obs", "Dict"), ("multi", "MultiDiscrete"), ("start", "start=1")]
-)
-def test_unsupported_spaces_are_refused_by_name(space, word):
-    with pytest.raises(ValueError, match=word):
-        counting("Odd", space=space)
 
 
 def test_missing_packages_are_named(monkeypatch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from rl_pipeline.envs.lanes import Lanes
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.sync import Counters
 from rl_pipeline.phases import NullPhases, Phases
-from rl_pipeline.runtime import STREAMS, stream_seed, thread_plan
+from rl_pipeline.runtime import STREAMS, Runtime, stream_seed, thread_plan
 from rl_pipeline.telemetry.recorder import Recorder, bottleneck
 from rl_pipeline.types import Discrete, EnvSpec, Episode, Step
 
@@ -261,6 +263,24 @@ def test_the_user_s_threads_win(monkeypatch):
     assert thread_plan(settings(), 8, "affinity").env_threads == 1
 
 
+def test_beside_a_stepping_lane_torch_takes_half_of_the_cores(monkeypatch):
+    from conftest import settings
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    plan = thread_plan(settings("env=pong", "backend=envpool_async"), 4, "affinity")
+    assert (plan.torch_threads, plan.act_threads) == (4, 2)
+    assert "half of the budget" in plan.reasons["act"]
+    assert thread_plan(settings("env=pong"), 4, "affinity").act_threads == 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert thread_plan(settings("env=pong", "backend=envpool_async"), 4, "x").act_threads == 3
+
+    before = torch.get_num_threads()
+    runtime = Runtime(torch.device("cpu"), "", replace(plan, torch_threads=before), 0)
+    with runtime.beside_envs():
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == before
+
+
 def test_thread_variables_are_read_with_care(monkeypatch):
     from conftest import settings
 
@@ -350,7 +370,14 @@ class Echo:
 
 def test_lanes_fill_the_same_rows_as_one_vector_and_stay_on_policy():
     log: list[str] = []
-    lanes = Lanes([Clockwork(0, log), Clockwork(2, log)], "x")
+
+    @contextmanager
+    def overlap():
+        log.append("begin")
+        yield
+        log.append("end")
+
+    lanes = Lanes([Clockwork(0, log), Clockwork(2, log)], "x", overlap)
     learner, counters = Echo(), Counters()
     buffer = RolloutBuffer(lanes.spec, 3, learner.extras, torch.device("cpu"))
     obs = np.concatenate([lane._envs.obs() for lane in lanes.lanes])
@@ -366,7 +393,8 @@ def test_lanes_fill_the_same_rows_as_one_vector_and_stay_on_policy():
         obs = seen[-1].numpy()
     assert counters.env_steps == 24
     # One lane is always under way while the other is acted on.
-    assert log[:6] == ["send 0", "send 2", "recv 0", "send 0", "recv 2", "send 2"]
+    assert log[:7] == ["begin", "send 0", "send 2", "recv 0", "send 0", "recv 2", "send 2"]
+    assert log.count("begin") == log.count("end") == 2 and log[-1] == "end"  # not while learning
 
 
 def test_random_streams_differ_by_name_seed_and_index():
@@ -378,7 +406,7 @@ def test_random_streams_differ_by_name_seed_and_index():
 # -- the arrows of the design -------------------------------------------------------------------
 
 LAYERS = [
-    {"types", "settings", "cpus"},
+    {"types", "settings", "cpus", "auto"},
     {"runtime", "phases", "envs", "buffers", "losses", "models"},
     {"policies", "learners"},
     {"loops"},
@@ -388,7 +416,7 @@ LAYERS = [
 ]
 LEAVES = {"telemetry", "checkpoint", "evaluate"}
 FRAME = {
-    "cli", "compare", "comparison", "config", "figures", "jobs", "records", "report", "runs",
+    "cli", "compare", "comparison", "config", "figures", "findings", "groups", "jobs", "records", "report", "runs",
     "stats", "study", "train", "build", "session",
 }  # fmt: skip
 """The frame around a run: reads configs and results, never imported by the rooms."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_pipeline.types import Continuous, EnvSpec, Step
+from rl_pipeline.types import EnvSpec, Step
 
 
 class Rollout(NamedTuple):
@@ -38,11 +38,8 @@ class RolloutBuffer:
         self, spec: EnvSpec, horizon: int, extras: tuple[str, ...], device: torch.device
     ) -> None:
         rows = (horizon, spec.num_envs)
-        box = spec.action if isinstance(spec.action, Continuous) else None
         self._obs = np.zeros((horizon + 1, spec.num_envs, *spec.obs_shape), spec.obs_dtype)
-        self._action = np.zeros(
-            (*rows, *(box.shape if box else ())), np.float32 if box else np.int64
-        )
+        self._action = np.zeros((*rows, *spec.action.shape), spec.action.dtype)
         self._reward = np.zeros(rows, np.float32)
         self._discount = np.zeros(rows, np.float32)
         self._ended = np.zeros(rows, bool)

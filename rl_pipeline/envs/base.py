@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from itertools import compress
 from typing import Any, NoReturn
 
 import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 
+from rl_pipeline.envs.spaces import Flattener, read_actions
 from rl_pipeline.settings import EnvSettings
-from rl_pipeline.types import Continuous, Discrete, EnvSpec, Episode, Step
+from rl_pipeline.types import Discrete, EnvSpec, Episode, MultiDiscrete, Step
 
 
 def env_seeds(seed: int, num_envs: int) -> list[int]:
@@ -21,9 +21,10 @@ def env_seeds(seed: int, num_envs: int) -> list[int]:
     return [int(s) >> 1 for s in np.random.SeedSequence(seed).generate_state(num_envs)]
 
 
-# obs, reward, terminated, truncated as the library gave them, and where a full game ended: None is
-# at every end; in a reset row it is a game that ended unseen before it.
-RawStep = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
+# obs (nested, or a list of its parts, where it is flattened), reward, terminated, truncated as the
+# library gave them, and where a full game ended: None is at every end; in a reset row it is a game
+# that ended unseen before it.
+RawStep = tuple[Any, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
 
 
 class BaseVecEnv(ABC):
@@ -35,11 +36,11 @@ class BaseVecEnv(ABC):
 
     spec: EnvSpec
     _ended: np.ndarray  # [N] bool, on the previous step
-    _any_ended: bool
     _return_raw: np.ndarray
     _return_train: np.ndarray
     _started: np.ndarray
-    """A game's length is the steps since it started; its reset rows push that start forward."""
+    """A game's length is the steps since it started; an end pushes that past the row that only
+    resets."""
 
     def __init__(
         self,
@@ -62,14 +63,28 @@ class BaseVecEnv(ABC):
                 f"{self._name} resets in mode {getattr(mode, 'name', mode)}; only NEXT_STEP is "
                 "understood, where the step after an end resets"
             )
+        self._flatten = Flattener(observation_space, self._name) if env.flatten_obs else None
+        if self._flatten is not None:
+            observation_space = spaces.Box(-np.inf, np.inf, (self._flatten.size,), np.float32)
         if not isinstance(observation_space, spaces.Box):
             raise ValueError(
                 f"{self._name} observes a {type(observation_space).__name__} space; only Box is "
-                "supported: flatten it with a wrapper and register that"
+                "supported: set env.flatten_obs=true to observe its parts as one vector"
             )
         dtype = observation_space.dtype
         self._obs_dtype = np.dtype(np.float32) if dtype == np.float64 else np.dtype(dtype)
         self._float_obs = self._obs_dtype.kind == "f"
+        action, self._first_action = read_actions(action_space, self._name)
+        self._bounds = None
+        if isinstance(action_space, spaces.Box):  # in the library's dtype: ours may round outwards
+            self._bounds = action_space.low, action_space.high
+        self._counts: Any = 2  # choices in each place of a discrete action
+        if isinstance(action, Discrete | MultiDiscrete):
+            self._counts = np.array(action.num_actions)
+        self._legal = frozenset(range(self._counts)) if isinstance(action, Discrete) else None
+        self._action_shape = (num_envs, *action.shape)
+        self._action_dtype = np.dtype(action_space.dtype)
+        self._starts_at_zero = not np.any(self._first_action)
         self._reuses_obs = reuses_obs
         self.spec = EnvSpec(
             id=task or env.id,
@@ -77,7 +92,7 @@ class BaseVecEnv(ABC):
             num_envs=num_envs,
             obs_shape=tuple(observation_space.shape),
             obs_dtype=self._obs_dtype,
-            action=self._read_actions(action_space, num_envs),
+            action=action,
             frame_skip=env.atari.frame_skip if env.atari else 1,
             max_episode_steps=max_episode_steps,
         )
@@ -88,7 +103,13 @@ class BaseVecEnv(ABC):
         self._sent = False
         self._closed = False
         self._num_steps = 0
-        self._episodes: list[Episode] = []
+        self._ends: list[tuple[np.ndarray, ...]] = []
+        """Games that ended, one column per field of `Episode` and step; read by `pop_episodes`."""
+        num_values = num_envs * math.prod(self.spec.obs_shape)
+        # A dot product with ones costs half of a sum. Beyond 10,000 numbers BLAS would wake its
+        # threads beside those of the environments.
+        self._ones = np.ones(num_values if num_values <= 10_000 else 0, self._obs_dtype)
+        self._ones_reward = np.ones(num_envs, np.float32)
         self._start_accounts()
 
     def reset(self) -> np.ndarray:
@@ -113,7 +134,7 @@ class BaseVecEnv(ABC):
         return self.recv()
 
     def send(self, action: np.ndarray) -> None:
-        """Start a step with one action each: integers [N] or floats [N, *action_shape].
+        """Start a step with one action each, [N, *action_shape]: integers from 0 on, or floats.
 
         Floats are clipped to the box. Raises ValueError for actions of another shape or kind, out
         of range or not finite; RuntimeError before the first `reset` or before the last step was
@@ -140,18 +161,15 @@ class BaseVecEnv(ABC):
         obs = self._own(obs)
         raw_reward = given.astype(np.float32)
         # A sum is finite where its terms are (where only the sum overflows, nothing is refused).
-        # On N numbers a Python list beats numpy's reductions up to hundreds of environments.
-        total = sum(raw_reward.tolist())
+        total = raw_reward.dot(self._ones_reward)
         if self._float_obs:
-            # Not a dot product: beyond 10,000 numbers BLAS would wake its threads beside the envs.
-            total += float(np.add.reduce(obs.reshape(-1)))
+            flat = obs.ravel("K")
+            total += flat.dot(self._ones) if len(self._ones) else np.add.reduce(flat)
         if not math.isfinite(total):
             self._refuse_nonfinite("reward", raw_reward)
             self._refuse_nonfinite("observation", obs)
         # The call after an end only reset: its action was ignored and its reward is 0.
         valid = ~self._ended
-        if self._any_ended:
-            self._started += self._ended
         self._return_raw += given
         if self._clip_reward:
             reward = np.sign(raw_reward)
@@ -159,18 +177,23 @@ class BaseVecEnv(ABC):
         else:
             reward = raw_reward.copy()
         self._ended = terminated | truncated
-        ended = self._ended.tolist()
-        self._any_ended = True in ended
-        if game_ended is not None:
-            ended = game_ended.tolist()
-        if True in ended:
-            self._close_games(ended)
+        # Looking for a 1 among the bytes costs a third of `any()`.
+        any_ended = b"\1" in self._ended.tobytes()
+        if game_ended is None:
+            if any_ended:
+                self._close_games(self._ended, self._num_steps + 1)
+        else:
+            if b"\1" in game_ended.tobytes():
+                self._close_games(game_ended, self._num_steps)
+            if any_ended:
+                self._started += self._ended
         return Step(obs, reward, raw_reward, terminated, truncated, valid, self._env_ids)
 
     def pop_episodes(self) -> list[Episode]:
         """The full games that ended since the last call."""
-        episodes, self._episodes = self._episodes, []
-        return episodes
+        ends, self._ends = self._ends, []
+        columns = ([column.tolist() for column in end] for end in ends)
+        return [Episode(*game) for end in columns for game in zip(*end, strict=True)]
 
     def state(self) -> bytes | None:
         """None: this backend cannot say where its environments are."""
@@ -205,44 +228,29 @@ class BaseVecEnv(ABC):
     def _start_accounts(self) -> None:
         num_envs = self.spec.num_envs
         self._ended = np.zeros(num_envs, dtype=bool)
-        self._any_ended = False
         self._return_raw = np.zeros(num_envs)
         self._return_train = np.zeros(num_envs) if self._clip_reward else self._return_raw
         self._started = np.full(num_envs, self._num_steps)
 
     def _accounts(self) -> dict[str, Any]:
         """The attributes that a saved state brings back."""
-        names = "_ended _any_ended _return_raw _return_train _started _num_steps _episodes _ready"
+        names = "_ended _return_raw _return_train _started _num_steps _ends _ready"
         return {name: getattr(self, name) for name in names.split()}
 
-    def _close_games(self, game_ended: list[bool]) -> None:
-        for i in compress(range(len(game_ended)), game_ended):
-            length = self._num_steps - self._started.item(i)
-            returns = self._return_raw.item(i), self._return_train.item(i)
-            self._episodes.append(Episode(i, *returns, length))
-            self._return_raw[i] = self._return_train[i] = 0
-            self._started[i] = self._num_steps
+    def _close_games(self, game_ended: np.ndarray, next_start: int) -> None:
+        ids = game_ended.nonzero()[0]
+        length = self._num_steps - self._started[ids]
+        self._ends.append((ids, self._return_raw[ids], self._return_train[ids], length))
+        self._return_raw[ids] = 0
+        if self._clip_reward:
+            self._return_train[ids] = 0
+        self._started[ids] = next_start
 
-    def _own(self, obs: np.ndarray) -> np.ndarray:
+    def _own(self, obs: Any) -> np.ndarray:
         """The library's obs in the learner's dtype, as an array that nobody else writes to."""
+        if self._flatten is not None:
+            return self._flatten(obs)
         return obs.astype(self._obs_dtype, copy=self._reuses_obs)
-
-    def _read_actions(self, space: Space, num_envs: int) -> Discrete | Continuous:
-        if isinstance(space, spaces.Discrete) and space.start == 0:
-            self._action_shape: tuple[int, ...] = (num_envs,)
-            self._action_dtype = np.dtype(space.dtype)
-            self._legal: frozenset[int] = frozenset(range(int(space.n)))
-            return Discrete(int(space.n))
-        if isinstance(space, spaces.Box) and np.dtype(space.dtype).kind == "f":
-            self._action_shape = (num_envs, *space.shape)
-            self._action_dtype = np.dtype(space.dtype)
-            self._legal = frozenset()
-            self._low, self._high = space.low, space.high
-            return Continuous(space.low.astype(np.float32), space.high.astype(np.float32))
-        raise ValueError(
-            f"{self._name} takes actions of {space}; only Discrete starting at 0 and Box of floats "
-            "are supported"
-        )
 
     def _checked(self, action: np.ndarray) -> np.ndarray:
         """The action in the library's dtype; a wrong one would step silently, or abort EnvPool."""
@@ -251,25 +259,36 @@ class BaseVecEnv(ABC):
             raise ValueError(
                 f"{self._name}: action has shape {action.shape}, {self._action_shape} is meant"
             )
-        if self._legal:
-            if action.dtype.kind not in "iu" or not self._legal.issuperset(action.tolist()):
+        if self._bounds is None:
+            if action.dtype.kind not in "iu" or not self._in_range(action):
                 self._refuse_discrete(action)
-            return action.astype(self._action_dtype, copy=False)
+            if self._starts_at_zero:
+                return action.astype(self._action_dtype, copy=False)
+            return (action + self._first_action).astype(self._action_dtype)
         if action.dtype.kind not in "fiu":
             raise ValueError(f"{self._name}: action has dtype {action.dtype}, floats are meant")
         if not math.isfinite(np.add.reduce(action, axis=None)):
             self._refuse_nonfinite("action", action)
-        clipped = np.minimum(np.maximum(action, self._low), self._high)
-        return clipped.astype(self._action_dtype, copy=False)
+        low, high = self._bounds
+        return np.minimum(np.maximum(action, low), high).astype(self._action_dtype, copy=False)
+
+    def _in_range(self, action: np.ndarray) -> bool:
+        if self._legal is None:
+            return bool(((action >= 0) & (action < self._counts)).all())
+        if len(action) <= 64:  # numpy is slower on so few numbers
+            return self._legal.issuperset(action.tolist())
+        # Seen as unsigned, a negative number is too large.
+        unsigned = action.view(np.dtype(f"u{action.itemsize}"))
+        return bool(np.maximum.reduce(unsigned) < len(self._legal))
 
     def _refuse_discrete(self, action: np.ndarray) -> NoReturn:
-        bad = np.zeros(len(action), dtype=bool)
+        bad = np.zeros(action.shape, dtype=bool)
         if action.dtype.kind in "iuf":
-            bad = ~((action >= 0) & (action < len(self._legal)) & (action == np.floor(action)))
-        env = int(bad.argmax())  # 0 where only the dtype is wrong
+            bad = ~((action >= 0) & (action < self._counts) & (action == np.floor(action)))
+        env = int(bad.reshape(len(action), -1).any(1).argmax())  # 0 where only the dtype is wrong
         raise ValueError(
             f"{self._name}: action of environment {env} is {action[env]} ({action.dtype}), "
-            f"an integer from 0 to {len(self._legal) - 1} is meant"
+            f"an integer from 0 to {self._counts - 1} is meant"
         )
 
     def _refuse_nonfinite(self, what: str, values: np.ndarray) -> None:

@@ -64,10 +64,15 @@ class EnvPoolVecEnv(BaseVecEnv):
         assert self._pool._spec._action_keys[:2] == ["env_id", "players.env_id"]
         self._pool_ids = np.arange(num_envs, dtype=np.int32)
         self._action_dtype = np.dtype(self._pool._spec._action_spec[-1][0])
-        names = ["obs" if name.startswith("obs") else name for name in self._pool._state_keys]
-        wanted = ["obs", "reward", "done", "trunc"]
+        names: list[str] = list(self._pool._state_keys)
+        wanted = ["reward", "done", "trunc"]
         if self._atari:
             wanted += ["info:lives", "info:reward", "info:terminated"]
+        self._first_part = len(wanted) - 3
+        # A lone part has a name of its own that its space does not tell.
+        lone = next(name for name in names if name.startswith("obs"))
+        paths = self._flatten.paths if self._flatten is not None else [()]
+        wanted += [f"obs:{'.'.join(path)}" if path else lone for path in paths]
         self._places = tuple(names.index(name) for name in wanted)
 
     def _reset(self) -> np.ndarray:
@@ -82,13 +87,16 @@ class EnvPoolVecEnv(BaseVecEnv):
 
     def _recv(self) -> RawStep:
         state = self._pool_recv()
-        obs, reward, done, truncated, *atari = [state[place] for place in self._places]
+        reward, done, truncated, *rest = [state[place] for place in self._places]
         terminated = done & ~truncated
-        if not atari:
+        obs: Any = rest[self._first_part :]
+        if self._flatten is None:
+            obs = obs[0]
+        if not self._atari:
             return obs, reward, terminated, truncated, None
-        lives, raw_reward, game_over = atari
+        lives, raw_reward, game_over = rest[:3]
         # A game can also end in the no-ops after a life: only the new lives tell.
-        unseen = self._ended & (lives > self._lives) & (self._started < self._num_steps)
+        unseen = self._ended & (lives > self._lives) & (self._started <= self._num_steps)
         self._lives = lives
         return obs, raw_reward, terminated, truncated, (game_over != 0) | truncated | unseen
 
@@ -136,6 +144,8 @@ def _make(env: EnvSettings, num_envs: int, seed: int, num_threads: int) -> Any:
                 )
     try:
         return envpool.make(task, env_type="gymnasium", **arguments, **env.kwargs)
+    except ImportError as error:  # a system library: Procgen wants Qt
+        raise ValueError(f"EnvPool's {task} does not start here: {error}") from error
     except TypeError as error:
         if not env.kwargs:
             raise

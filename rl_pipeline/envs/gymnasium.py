@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import pickle
+import sys
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ from gymnasium.utils import EzPickle
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from rl_pipeline.envs.base import BaseVecEnv, RawStep, env_seeds
-from rl_pipeline.settings import EnvSettings
+from rl_pipeline.settings import EnvSettings, WrapperSettings
 
 
 class GymnasiumVecEnv(BaseVecEnv):
@@ -114,7 +116,7 @@ def _make(env: EnvSettings, **fixed) -> gym.Env:
     limit = {} if env.max_episode_steps is None else {"max_episode_steps": env.max_episode_steps}
     try:
         # Our own checks replace the passive checker's.
-        return gym.make(env.id, disable_env_checker=True, **limit, **{**fixed, **env.kwargs})
+        made = gym.make(env.id, disable_env_checker=True, **limit, **{**fixed, **env.kwargs})
     except gym.error.DependencyNotInstalled as error:
         raise ValueError(
             f"env.id={env.id} needs a package that is not installed: {error}"
@@ -124,11 +126,38 @@ def _make(env: EnvSettings, **fixed) -> gym.Env:
         hint = f"; near matches: {', '.join(near)}" if near else ""
         if env.id.startswith("ALE/"):
             hint = f"; use env=pong and the like, or env.id=ale_py:{env.id}"
+        elif env.envpool_id is not None:
+            hint += "; or use backend=envpool"
         raise ValueError(f"Gymnasium cannot make env.id={env.id}: {error}{hint}") from error
     except TypeError as error:
         if not env.kwargs:
             raise
         raise ValueError(f"env.kwargs={env.kwargs} do not fit env.id={env.id}: {error}") from error
+    for wrapper in env.wrappers:
+        made = _wrapped(made, wrapper)
+    return made
+
+
+def _wrapped(env: gym.Env, wrapper: WrapperSettings) -> gym.Env:
+    module, name = wrapper.name.split(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ValueError(f"env.wrappers: {wrapper.name} does not import: {error}") from error
+    except AttributeError as error:
+        near = difflib.get_close_matches(name, dir(sys.modules[module]), n=3)
+        hint = f"; near matches: {', '.join(near)}" if near else ""
+        raise ValueError(f"env.wrappers: {module} has no {name}{hint}") from error
+    try:
+        made = kind(env, **wrapper.kwargs)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ValueError(
+            f"env.wrappers: {wrapper.name} does not take this environment with "
+            f"kwargs={wrapper.kwargs}: {error}"
+        ) from error
+    if not isinstance(made, gym.Env):
+        raise ValueError(f"env.wrappers: {wrapper.name} gives no Gymnasium environment: {made!r}")
+    return made
 
 
 def make_env(env: EnvSettings, informs: bool = False) -> gym.Env:

@@ -35,6 +35,8 @@ class GymnasiumNativeVecEnv(BaseVecEnv):
             max_episode_steps=_atari_limit(env) if self._atari else limit,
             reuses_obs=True,
         )
+        # CartPole's own check of actions, which ours has made already, is a tenth of its step.
+        self._vec.action_space.contains = lambda action: True
 
     def _reset(self) -> np.ndarray:
         seed, self._seed = self._seed, None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,14 @@ class Lanes:
     `pop_episodes`, `close`) covers all of them. Lanes that step in the calling thread gain nothing.
     """
 
-    def __init__(self, lanes: Sequence[VecEnv], backend: str) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[VecEnv],
+        backend: str,
+        overlap: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`overlap` is entered while one lane steps and the policy acts for another."""
+        self.overlap = overlap
         first, total = 0, sum(lane.spec.num_envs for lane in lanes)
         self.lanes = []
         for lane in lanes:

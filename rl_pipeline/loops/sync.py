@@ -73,7 +73,8 @@ def collect(
     other; each row is still acted on with the weights that collect all of them.
     """
     if isinstance(envs, Lanes):
-        return _collect_in_lanes(envs, buffer, learner, phases, counters, obs)
+        with envs.overlap():
+            return _collect_in_lanes(envs, buffer, learner, phases, counters, obs)
     while not buffer.full:
         with phases("act"):
             action, extras = learner.act(obs)

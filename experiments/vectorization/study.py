@@ -1,0 +1,156 @@
+"""What is stepping many environments at once worth? Run by `make repro-vectorization`.
+
+    python -m experiments.vectorization.study tasks=pong num_envs=8 repeats=7
+
+Options as in experiments/envs/bench.py. All ways to step a task take turns within each repeat.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.envs import bench, steppers
+from experiments.envs.paired import Cell, take_turns
+from experiments.vectorization.naive import NaiveEnvs
+from rl_pipeline import figures, report
+
+HERE = Path(__file__).parent
+FULL = replace(bench.Options(), num_envs=(8, 64, 256), threads=(2,), repeats=5, out=str(HERE))
+QUICK = replace(FULL, num_envs=(8, 256), repeats=3, seconds=0.3, out=str(HERE / "runs" / "quick"))
+HEADER = "task | envs | way | env steps/s (spread) | times the naive loop (range)".split(" | ")
+
+
+def visit(cells: list[Cell], seconds: float, seed: int) -> dict[str, float]:
+    """Seconds a step of the naive loop and of each cell (all of one task and size)."""
+    rng = np.random.default_rng(seed)
+    first = cells[0]
+    with ExitStack() as stack:
+        naive = NaiveEnvs(steppers.settings_of(first).env, first.num_envs, seed)
+        stack.callback(naive.close)
+        contenders, actions = {}, None
+        for cell in cells:
+            envs = steppers.make_ours(cell, seed)
+            stack.callback(envs.close)
+            actions = actions or steppers.draw_actions(envs.spec, rng)
+            contenders[cell.backend] = steppers.advance_ours(envs, actions)
+        assert actions is not None
+        naive.reset()
+        step = steppers.one_by_one(naive.step, actions)
+
+        def advance(num_steps: int) -> None:
+            step(num_steps)
+            naive.pop_episodes()
+
+        timing = take_turns({"naive": advance} | contenders, seconds, rng)
+        valid = np.mean([naive.step(action).valid.mean() for action in actions])
+        return timing | {"valid": float(valid)}
+
+
+def rows_of(task: str, num_envs: int, timings: list[dict[str, float]]) -> list[dict[str, Any]]:
+    """One row per way: speed by itself, speed-up paired within each repeat."""
+    share = statistics.mean(timing["valid"] for timing in timings)
+    rows = []
+    for way in (name for name in timings[0] if name != "valid"):
+        speeds = [num_envs * share / timing[way] for timing in timings]
+        ratios = [timing["naive"] / timing[way] for timing in timings]
+        low, middle, high = np.quantile(speeds, [0.25, 0.5, 0.75])
+        rows.append({
+            "task": task, "num_envs": num_envs, "way": way,
+            "env_steps_per_s": float(middle), "spread": float((high - low) / 2 / middle),
+            "speedup": statistics.median(ratios), "speedup_low": min(ratios),
+            "speedup_high": max(ratios), "seconds_per_step": [t[way] for t in timings],
+        })  # fmt: skip
+    return rows
+
+
+def answer(rows: list[dict[str, Any]]) -> str:
+    """One sentence per task: the fastest way against the loop."""
+    sentences = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        mine = [row for row in rows if row["task"] == task]
+        best = max(mine, key=lambda row: row["env_steps_per_s"])
+        loop = max((r for r in mine if r["way"] == "naive"), key=lambda r: r["env_steps_per_s"])
+        times = best["env_steps_per_s"] / loop["env_steps_per_s"]
+        if best is loop:
+            sentences.append(f"{task}: nothing beats the naive loop.")
+            continue
+        sentences.append(
+            f"{task}: {best['way']} with {best['num_envs']} environments makes "
+            f"{best['env_steps_per_s']:,.0f} env steps/s, {times:.1f} times the naive loop at its "
+            f"best ({loop['num_envs']} environments)."
+        )
+    return " ".join(sentences) + "\n"
+
+
+def write(out: Path, rows: list[dict[str, Any]], facts: dict[str, Any], options: Any) -> None:
+    """Answer and table, everything as JSON, and the picture."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [
+        [
+            row["task"], str(row["num_envs"]), row["way"],
+            f"{row['env_steps_per_s']:,.0f} ({row['spread']:.0%})",
+            f"{row['speedup']:.2f} ({row['speedup_low']:.2f} - {row['speedup_high']:.2f})",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    text = f"{answer(rows)}\n{report.markdown(HEADER, lines)}\nMachine: {bench.machine(facts)}\n"
+    (out / "table.md").write_text(text)
+    content = {"facts": facts, "options": asdict(options) | {"out": ""}, "rows": rows}
+    (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+    above, below = [], []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        speeds: dict[str, list] = {}
+        ratios: dict[str, list] = {}
+        for row in (row for row in rows if row["task"] == task):
+            x, speed = row["num_envs"], row["env_steps_per_s"]
+            half = speed * row["spread"]
+            speeds.setdefault(row["way"], []).append((x, speed, speed - half, speed + half))
+            points = (x, row["speedup"], row["speedup_low"], row["speedup_high"])
+            ratios.setdefault(row["way"], []).append(points)
+        above.append({"title": task, "ylabel": "env steps/s", "log": True, "lines": speeds})
+        below.append({
+            "xlabel": "environments", "ylabel": "times the naive loop", "log": True,
+            "lines": ratios, "bar": 1.0,
+        })  # fmt: skip
+    figures.line_panels(out / "vectorization.png", above + below)
+
+
+def main() -> None:
+    """Measure and write."""
+    warnings.filterwarnings("ignore", message=".*precision lowered by casting")
+    quick = bool(int(os.environ.get("QUICK") or 0))
+    options = bench.parse(sys.argv[1:], QUICK if quick else FULL)
+    if len(options.threads) > 1:
+        raise SystemExit("threads=... takes one number here: a way is one line of the picture")
+    facts = bench.machine_facts()
+    groups: dict[tuple[str, int], list[Cell]] = {}
+    for cell in bench.cells_of(options, facts["cores"]):
+        groups.setdefault((cell.task, cell.num_envs), []).append(cell)
+    timings: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in groups}
+    order, keys = np.random.default_rng(options.seed), list(groups)
+    for repeat in range(options.repeats):
+        began = time.perf_counter()
+        for i in order.permutation(len(keys)):
+            seed = int(order.integers(2**31))
+            timings[keys[i]].append(visit(groups[keys[i]], options.seconds, seed))
+        took = time.perf_counter() - began
+        print(f"repeat {repeat + 1} of {options.repeats}: {took:.0f} s", flush=True)
+    rows = [row for key in keys for row in rows_of(*key, timings[key])]
+    write(Path(options.out), rows, facts, options)
+    print((Path(options.out) / "table.md").read_text())
+    print("folder ", report.shown_path(options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Differences between backends on one task that nobody can remove: for every comparison to name.
+
+Imports nothing heavy. `make parity` measures what is the same; this table says what is not.
+"""
+
+from __future__ import annotations
+
+import re
+
+_ENVPOOL = {"envpool", "envpool_async"}
+
+# Task ids (a pattern), the backends that differ from all others, and how.
+KNOWN: tuple[tuple[str, set[str], str], ...] = (
+    (r"ALE/.*", _ENVPOOL, "EnvPool 1.2 carries ALE 0.11.2, the others run the installed ale-py"),
+    (
+        r"CartPole-.*",
+        {"gymnasium_native"},
+        "one random generator serves all environments of gymnasium_native",
+    ),
+)
+
+
+def known_differences(task_id: str, backend_a: str, backend_b: str) -> list[str]:
+    """How the task of Gymnasium id `task_id` differs between two backends, in words."""
+    return [
+        text
+        for pattern, backends, text in KNOWN
+        if re.fullmatch(pattern, task_id) and (backend_a in backends) != (backend_b in backends)
+    ]
