@@ -1,7 +1,8 @@
 """From the records of runs to an answer: speeds, speed-ups, returns and parity by group.
 
-What changes learning (environments, horizon, batch, learning rate, steps, ...) makes another recipe,
-whose speed is no speed-up. See `groups` for who is compared, `stats` for how, `findings` for the words.
+What changes learning (environments, horizon, batch, learning rate, steps, ...) makes another
+recipe, whose speed is no speed-up. See `groups` for who is compared, `stats` for how, `findings`
+for the words.
 """
 
 from __future__ import annotations

@@ -416,8 +416,8 @@ LAYERS = [
 ]
 LEAVES = {"telemetry", "checkpoint", "evaluate"}
 FRAME = {
-    "cli", "compare", "comparison", "config", "figures", "findings", "groups", "jobs", "records", "report", "runs",
-    "stats", "study", "train", "build", "session",
+    "cli", "compare", "comparison", "config", "figures", "findings", "groups", "jobs",
+    "records", "report", "runs", "stats", "study", "train", "build", "session",
 }  # fmt: skip
 """The frame around a run: reads configs and results, never imported by the rooms."""
 
