@@ -94,7 +94,7 @@ repro-backends: setup ## Study: which backend trains CartPole fastest (10 minute
 	$(PY) -m experiments.backends.study
 
 # Studies by name; SEEDS=, STEPS=, DEVICE= change them.
-STUDIES := backends
+STUDIES := backends vectorization
 reproduce: setup ## Run every study under experiments/ (QUICK=1: under 3 minutes each)
 	@for study in $(STUDIES); do $(MAKE) --no-print-directory repro-$$study || exit 1; done
 

@@ -65,7 +65,7 @@ class CompareSettings(Frozen):
 
 def run(settings: CompareSettings) -> None:
     """Compare, print, write, log."""
-    from rl_pipeline import comparison, records, report
+    from rl_pipeline import comparison, groups, records, report
     from rl_pipeline.telemetry import tracker
     from rl_pipeline.telemetry.store import quiet
 
@@ -80,7 +80,7 @@ def run(settings: CompareSettings) -> None:
             study, settings.by, settings.baseline, settings.threshold, settings.margin,
             settings.steps,
         )  # fmt: skip
-    except comparison.UnknownKey as error:
+    except groups.UnknownKey as error:
         raise ConfigError(f"{error}{near(error.key, error.valid)}") from None
     except records.UnknownStudy as error:
         known = ", ".join(error.names[:10]) or "none"

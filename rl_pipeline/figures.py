@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rl_pipeline import stats
-from rl_pipeline.comparison import Comparison, Group, seconds_of, short
+from rl_pipeline.comparison import seconds_of
+from rl_pipeline.findings import short
+from rl_pipeline.groups import Comparison, Group
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -184,6 +186,60 @@ def label(group: Group) -> str:
     return " ".join(short(k, v) for k, v in group.levels.items()) or "all"
 
 
+def line_panels(path: Path, panels: Sequence[dict[str, Any]], rows: int = 2) -> None:
+    """A picture of panels in `rows` rows, over a logarithmic x axis of counts.
+
+    A panel: `title`, `xlabel`, `ylabel`, `log` (y axis), `lines` {label: [(x, y, low, high)]},
+    `faint` {label: [(x, y)]} drawn dashed in the colour of the line of that label, `bar` (a level).
+    Labels that share what stands before the comma share a colour.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = math.ceil(len(panels) / rows)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False, sharex="col"
+    )
+    labels = list(dict.fromkeys(label for panel in panels for label in panel["lines"]))
+    kinds = list(dict.fromkeys(label.split(",")[0] for label in labels))
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log" if panel.get("log") else "linear")
+        counts = sorted({point[0] for points in panel["lines"].values() for point in points})
+        axis.set_xticks(counts, [str(count) for count in counts])
+        for i, (label, points) in enumerate(panel["lines"].items()):
+            x, y, low, high = (np.array(column) for column in zip(*points, strict=True))
+            # Side by side: ranges at the same count would hide each other.
+            at = x * 2 ** (0.06 * (i - (len(panel["lines"]) - 1) / 2))
+            kind = label.split(",")[0]
+            same = [other for other in labels if other.split(",")[0] == kind]
+            colour, marker = f"C{kinds.index(kind)}", "osD^"[same.index(label) % 4]
+            axis.errorbar(
+                at, y, [y - low, high - y], marker=marker, markersize=4, linewidth=1.2, capsize=2,
+                color=colour, label=label,
+            )  # fmt: skip
+            if faint := panel.get("faint", {}).get(label):
+                axis.plot(at, [point[1] for point in faint], "--", color=colour, alpha=0.5)
+        if "bar" in panel:
+            axis.axhline(panel["bar"], color="grey", linestyle=":", linewidth=1)
+        axis.set_title(panel.get("title", ""))
+        axis.set_xlabel(panel.get("xlabel", ""))
+        axis.set_ylabel(panel.get("ylabel", ""))
+        axis.grid(alpha=0.25)
+    handles: dict[str, Any] = {}
+    for axis in axes.flat:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.tight_layout(rect=(0, 0.03 + 0.03 * math.ceil(len(handles) / (2 * columns)), 1, 1))
+    figure.legend(
+        list(handles.values()), list(handles), loc="lower center", ncols=2 * columns, frameon=False,
+        fontsize=8,
+    )  # fmt: skip
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 # -- the page -------------------------------------------------------------------------------------
 
 
@@ -247,57 +303,3 @@ def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     body = "\n".join(line(row, "td") for row in rows)
     return f"<div class=wide><table>{line(header, 'th')}\n{body}</table></div>"
-
-
-def line_panels(path: Path, panels: Sequence[dict[str, Any]], rows: int = 2) -> None:
-    """A picture of panels in `rows` rows, over a logarithmic x axis of counts.
-
-    A panel: `title`, `xlabel`, `ylabel`, `log` (y axis), `lines` {label: [(x, y, low, high)]},
-    `faint` {label: [(x, y)]} drawn dashed in the colour of the line of that label, `bar` (a level).
-    Labels that share what stands before the comma share a colour.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    columns = math.ceil(len(panels) / rows)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False, sharex="col"
-    )
-    labels = list(dict.fromkeys(label for panel in panels for label in panel["lines"]))
-    kinds = list(dict.fromkeys(label.split(",")[0] for label in labels))
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log" if panel.get("log") else "linear")
-        counts = sorted({point[0] for points in panel["lines"].values() for point in points})
-        axis.set_xticks(counts, [str(count) for count in counts])
-        for i, (label, points) in enumerate(panel["lines"].items()):
-            x, y, low, high = (np.array(column) for column in zip(*points, strict=True))
-            # Side by side: ranges at the same count would hide each other.
-            at = x * 2 ** (0.06 * (i - (len(panel["lines"]) - 1) / 2))
-            kind = label.split(",")[0]
-            same = [other for other in labels if other.split(",")[0] == kind]
-            colour, marker = f"C{kinds.index(kind)}", "osD^"[same.index(label) % 4]
-            axis.errorbar(
-                at, y, [y - low, high - y], marker=marker, markersize=4, linewidth=1.2, capsize=2,
-                color=colour, label=label,
-            )  # fmt: skip
-            if faint := panel.get("faint", {}).get(label):
-                axis.plot(at, [point[1] for point in faint], "--", color=colour, alpha=0.5)
-        if "bar" in panel:
-            axis.axhline(panel["bar"], color="grey", linestyle=":", linewidth=1)
-        axis.set_title(panel.get("title", ""))
-        axis.set_xlabel(panel.get("xlabel", ""))
-        axis.set_ylabel(panel.get("ylabel", ""))
-        axis.grid(alpha=0.25)
-    handles: dict[str, Any] = {}
-    for axis in axes.flat:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    figure.tight_layout(rect=(0, 0.03 + 0.03 * math.ceil(len(handles) / (2 * columns)), 1, 1))
-    figure.legend(
-        list(handles.values()), list(handles), loc="lower center", ncols=2 * columns, frameon=False,
-        fontsize=8,
-    )  # fmt: skip
-    figure.savefig(path, dpi=110)
-    plt.close(figure)

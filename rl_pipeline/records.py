@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from rl_pipeline.telemetry.store import Store
 
 # Asked for and what came of it: the key of result.json's `effective` to the setting's own.
-_EFFECTIVE = {"num_envs": "backend.num_envs", "placement": "buffer.placement"}
+_EFFECTIVE = {
+    "num_envs": "backend.num_envs", "lanes": "backend.lanes", "placement": "buffer.placement",
+}  # fmt: skip
 # Settings of how a run is kept and watched; the seed makes a repetition.
 _PROTOCOL = (
     "seed", "resume", "max_wall_s", "log_every_s", "tracking", "study", "eval", "checkpoint",

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from rl_pipeline.comparison import Comparison, Group
+    from rl_pipeline.groups import Comparison, Group
     from rl_pipeline.stats import Estimate
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import Cli, settings
 
-from rl_pipeline import comparison, records
+from rl_pipeline import groups, records
 from rl_pipeline.comparison import compare
 from rl_pipeline.records import RunRecord, StudyRecord
 from rl_pipeline.runs import flatten
@@ -179,6 +179,17 @@ def test_time_and_steps_to_a_threshold_memory_compile_and_energy():
     assert math.isnan(other.joules_per_step)
 
 
+def test_known_differences_of_the_compared_backends_are_named():
+    rng = np.random.default_rng(8)
+    pong = {"env.id": "ALE/Pong-v5"}
+    runs = [noisy(rng, 1000, 2), noisy(rng, 1000, 2, backend="envpool")]
+    for run in (run for group in runs for run in group):
+        run.settings.update(pong)
+    (note,) = [n for n in compare(study(*runs)).notes if "ALE" in n]
+    assert note.startswith("ALE/Pong-v5, gymnasium and envpool: EnvPool")
+    assert not any("ALE" in note for note in compare(study(runs[0])).notes)
+
+
 def test_runs_that_shared_the_machine_are_told():
     def at(start, **kwargs):
         run = record(**kwargs)
@@ -192,10 +203,10 @@ def test_runs_that_shared_the_machine_are_told():
 
 def test_wrong_names_are_told():
     runs = study(noisy(np.random.default_rng(6), 1000, 2))
-    with pytest.raises(comparison.UnknownKey):
+    with pytest.raises(groups.UnknownKey):
         compare(runs, by=["bakend"])
     two = study(runs.runs, noisy(np.random.default_rng(6), 1000, 2, backend="envpool"))
-    with pytest.raises(comparison.UnknownKey):
+    with pytest.raises(groups.UnknownKey):
         compare(two, baseline={"precision": "fp32"})
     with pytest.raises(ConfigError, match="no such group; there are backend=gymnasium"):
         compare(two, baseline={"backend": "isaac"})

@@ -429,8 +429,8 @@ LAYERS = [
 ]
 LEAVES = {"telemetry", "checkpoint", "evaluate"}
 FRAME = {
-    "cli", "compare", "comparison", "config", "figures", "jobs", "records", "report", "runs",
-    "stats", "study", "train", "build", "session", "training",
+    "cli", "compare", "comparison", "config", "figures", "findings", "groups", "jobs",
+    "records", "report", "runs", "stats", "study", "train", "build", "session", "training",
 }  # fmt: skip
 """The frame around a run: reads configs and results, never imported by the rooms."""
 
