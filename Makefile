@@ -38,17 +38,7 @@ setup-cluster: setup ## Add Ray and Hydra's Ray launcher
 	$(PY) -m pip install -q -c constraints.txt -e '.[cluster]'
 	$(PY) -m pip install -q --no-deps 'hydra-ray-launcher==1.2.2'
 
-setup-server: setup ## Start an MLflow server (sqlite, loopback) that many machines or jobs write to
-	$(VENV)/bin/mlflow server --backend-store-uri sqlite:///mlflow-server.db \
-	    --artifacts-destination ./mlartifacts-server --host 127.0.0.1 --port $(PORT)
-
-try-postgres: setup ## Sweep and compare on a PostgreSQL store: PG=postgresql://user:password@host/db
-	$(PY) -m pip install -q -c constraints.txt -e '.[postgres]'
-	MLFLOW_TRACKING_URI='$(PG)' $(PY) -m rl_pipeline.train -m tracking=server seed=1,2,3 \
-	    hydra.launcher.n_jobs=2 debug=short total_steps=2000 study.name=postgres
-	MLFLOW_TRACKING_URI='$(PG)' $(PY) -m rl_pipeline.compare study=postgres
-
-sweep: setup ## Add Optuna and Hydra's sweeper for it
+setup-sweep: setup ## Add Optuna and Hydra's sweeper for it
 	$(PY) -m pip install -q -c constraints.txt -e '.[sweep]'
 
 ui: setup ## Open the MLflow UI on http://127.0.0.1:5000 (PORT=)
