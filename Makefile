@@ -34,6 +34,13 @@ test-slow: setup ## Run the tests that take longer
 test-all: setup
 	$(PY) -m pytest -n 2 $(ARGS)
 
+setup-cluster: setup ## Add Ray and Hydra's Ray launcher
+	$(PY) -m pip install -q -c constraints.txt -e '.[cluster]'
+	$(PY) -m pip install -q --no-deps 'hydra-ray-launcher==1.2.2'
+
+setup-sweep: setup ## Add Optuna and Hydra's sweeper for it
+	$(PY) -m pip install -q -c constraints.txt -e '.[sweep]'
+
 ui: setup ## Open the MLflow UI on http://127.0.0.1:5000 (PORT=)
 	$(VENV)/bin/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
 
@@ -43,6 +50,16 @@ precision-compile: setup ## What precision and compilation give (about 20 minute
 
 gpu-check: setup ## Every learner x precision x compile mode on the GPU, on stand-ins without one
 	$(PY) -m pytest -q tests/gpu_check.py $(ARGS)
+
+server: setup ## Start an MLflow server (sqlite, loopback) that many machines or jobs write to
+	$(VENV)/bin/mlflow server --backend-store-uri sqlite:///mlflow-server.db \
+	    --artifacts-destination ./mlartifacts-server --host 127.0.0.1 --port $(PORT)
+
+try-postgres: setup ## Sweep and compare on a PostgreSQL store: PG=postgresql://user:password@host/db
+	$(PY) -m pip install -q -c constraints.txt -e '.[postgres]'
+	MLFLOW_TRACKING_URI='$(PG)' $(PY) -m rl_pipeline.train -m tracking=server seed=1,2,3 \
+	    hydra.launcher.n_jobs=2 debug=short total_steps=2000 study.name=postgres
+	MLFLOW_TRACKING_URI='$(PG)' $(PY) -m rl_pipeline.compare study=postgres
 
 sweep: setup ## Compare backends on CartPole: a small sweep that ends in a table
 	$(PY) -m rl_pipeline.train sweep=backends $(ARGS)
@@ -58,6 +75,18 @@ bench-envs: setup ## Environments alone: steps/s by backend, and what adapters c
 
 repro-vectorization: setup ## What stepping many environments at once is worth (8 minutes; QUICK=1: 3)
 	QUICK=$(QUICK) $(PY) -m experiments.vectorization.study $(ARGS)
+
+bench-buffers: setup ## Compare replay buffers with others' (10 minutes; QUICK=1: under 3)
+	$(PY) -m pip install -q -c constraints.txt -e '.[dev,bench]'
+	QUICK=$(QUICK) $(PY) experiments/buffers/bench.py
+
+repro-backends: setup ## Study: which backend trains CartPole fastest (10 minutes; QUICK=1: 3)
+	$(PY) -m experiments.backends.study
+
+# Studies by name; SEEDS=, STEPS=, DEVICE= change them.
+STUDIES := backends vectorization
+reproduce: setup ## Run every study under experiments/ (QUICK=1: under 3 minutes each)
+	@for study in $(STUDIES); do $(MAKE) --no-print-directory repro-$$study || exit 1; done
 
 lint: setup ## Check style and types
 	$(VENV)/bin/ruff check .

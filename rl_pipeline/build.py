@@ -91,13 +91,13 @@ def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tra
         "mlflow.source.name": "rl_pipeline.train",
         "mlflow.source.type": "LOCAL",
         "mlflow.note.content": describe(settings, facts),
-        **{f"effective.{k}": str(v) for k, v in facts["effective"].items()},
+        **{f"effective.{k}": str(v) for k, v in runs.flatten(facts["effective"]).items()},
     }
-    if settings.study.name:
-        tags["study"] = settings.study.name
+    if name := settings.study.name or study.get("name"):
+        tags["study"] = name
     if git:
         tags["mlflow.source.git.commit"] = git
-    params = flatten(settings.model_dump(mode="json")) | {"seed": facts["seed"]}
+    params = runs.flatten(settings.model_dump(mode="json")) | {"seed": facts["seed"]}
     return Tracker(
         folder, tracking, run_name=facts["name"], params=params, tags=tags,
         parent_run_id=study.get("parent_run_id"),
@@ -113,17 +113,6 @@ def describe(settings: Settings, facts: dict[str, Any]) -> str:
         f"{e['precision']}, {e['compile']}, {e['mode']}, seed {facts['seed']}.\n\n"
         f"    {facts['provenance']['command']}\n\nFolder: `{facts['folder']}`"
     )
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys; lists as text."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = str(value) if isinstance(value, list | dict) else value
-    return flat
 
 
 def study_of(overrides: list[str]) -> tuple[dict[str, Any], str]:

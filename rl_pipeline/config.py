@@ -22,7 +22,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from rl_pipeline.runs import check_folder, parse_overrides, run_dir, with_resumed_overrides
+from rl_pipeline.runs import (
+    check_folder,
+    parse_overrides,
+    run_dir,
+    with_resumed_overrides,
+    with_resumed_sweep,
+)
 from rl_pipeline.settings import ConfigError, Settings
 
 PACKAGE = Path(__file__).parent
@@ -71,7 +77,7 @@ def _explain(error: Any, values: dict[str, Any]) -> str:
             known = known_keys()
             if option and key in known:
                 return f"{key} is not a setting of algo={option}; leave it out"
-            return f"{key} is not a setting{_near(key, known + groups())}"
+            return f"{key} is not a setting{near(key, known + groups())}"
         case "missing":
             return f"{key} must be given, e.g. {key}=..."
         case "value_error":
@@ -119,7 +125,7 @@ def known_keys(model: type[BaseModel] = Settings, prefix: str = "") -> list[str]
     return keys
 
 
-def _near(word: str, valid: list[str]) -> str:
+def near(word: str, valid: list[str]) -> str:
     """`; did you mean a, b?`: by the whole key, by its last part, or by initials (lr)."""
     parent, _, tail = word.rpartition(".")
 
@@ -155,7 +161,7 @@ def explain_composition(error: Exception) -> str:
         key = found.group(1).split("@")[0]
         if key in groups():
             return f"{key} cannot be overridden there: {cause or text}"
-        hint = _near(key, known_keys() + groups())
+        hint = near(key, known_keys() + groups() + launcher_keys())
         if key.startswith("env.kwargs.") or "kwargs" in key:
             hint = f"; a new constructor argument is added with a plus: +{key}=..."
         return f"{key} is not a setting{hint}"
@@ -171,11 +177,17 @@ def groups() -> list[str]:
     return sorted(p.name for p in CONF.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _options(group: str, near: str | None = None) -> str:
+def launcher_keys() -> list[str]:
+    """What the launchers here understand."""
+    files = [OmegaConf.load(path) for path in (CONF / "hydra" / "launcher").glob("*.yaml")]
+    return [f"hydra.launcher.{key!s}" for file in files for key in file if key != "_target_"]
+
+
+def _options(group: str, word: str | None = None) -> str:
     if group.startswith("hydra/"):
         return f"is its package installed? ({group}=optuna: pip install 'rl_pipeline[sweep]')"
     valid = sorted(p.stem for p in (CONF / group).glob("*.yaml"))
-    hint = _near(near, valid) if near else ""
+    hint = near(word, valid) if word else ""
     if hint and len(valid) > 30:
         return f"--help lists the {len(valid)} options of {group}{hint}"
     return f"{group} can be {', '.join(valid)}" + hint if valid else f"{group} has no options yet"
@@ -207,7 +219,7 @@ def run_main(main: Callable[[], Any]) -> None:
         signal.signal(number, _interrupt)
     try:
         with refusing():
-            sys.argv[1:] = with_resumed_overrides(sys.argv[1:])
+            sys.argv[1:] = with_resumed_sweep(with_resumed_overrides(sys.argv[1:]))
             main()
     except KeyboardInterrupt as stopped:
         print(f"stopped by {stopped or 'SIGINT'}", file=sys.stderr)
@@ -238,7 +250,17 @@ class Gate(Callback):
             check_recipe(list(config.hydra.overrides.task))
             settings = load(job_config(config))
             check_machine(settings)
+            check_study(settings)
             check_folder(settings, Path(str(config.hydra.run.dir)))
+
+
+def check_study(settings: Settings) -> None:
+    """Refuse a single run what only a multirun can do; raises ConfigError."""
+    if "RL_PIPELINE_STUDY" in os.environ:
+        return  # a job: these mean its sweep
+    for key in ("interleave", "resume", "baseline", "threshold"):
+        if getattr(settings.study, key) != getattr(type(settings.study)(), key):
+            raise ConfigError(f"study.{key} has no effect on a single run; add -m or sweep=...")
 
 
 def check_recipe(overrides: list[str]) -> None:
@@ -322,7 +344,7 @@ def check_machine(settings: Settings) -> None:
     """
     from importlib.util import find_spec
 
-    from rl_pipeline.telemetry.tracker import resolve
+    from rl_pipeline.telemetry.tracker import check_driver, redact, resolve
 
     if settings.backend.name.startswith("envpool") and find_spec("envpool") is None:
         raise ConfigError(
@@ -330,7 +352,12 @@ def check_machine(settings: Settings) -> None:
         )
     if settings.tracking.name == "none":
         return
+    if settings.tracking.uri and redact(settings.tracking.uri) != settings.tracking.uri:
+        raise ConfigError(
+            "tracking.uri holds a password, which would be recorded with every run; set it as the "
+            "environment variable MLFLOW_TRACKING_URI and leave tracking.uri out"
+        )
     try:
-        resolve(settings.tracking, Path.cwd(), dict(os.environ))
+        check_driver(resolve(settings.tracking, Path.cwd(), dict(os.environ))[0])
     except ValueError as error:
         raise ConfigError(str(error)) from None

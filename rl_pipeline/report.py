@@ -1,23 +1,22 @@
-"""What people read: the summary of a run and the table of a sweep."""
+"""What people read: the summary of a run, the table and the files of a comparison."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import os
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-CAPTION = (
-    "median env steps/s, mean return over runs (min - max); ranges that overlap are no difference;"
-    "\n* no steady state was reached: longer runs (total_steps) can be compared"
-)
+if TYPE_CHECKING:
+    from rl_pipeline.groups import Comparison, Group
+    from rl_pipeline.stats import Estimate
 
 
 def objective(result: dict[str, Any]) -> float:
@@ -94,8 +93,7 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
             grid.add_row("mlflow", f"store trouble: {tracked['trouble']}; the rows are kept")
         grid.add_row("mlflow", how_to_open(tracked["uri"]))
         page = f"#/experiments/{tracked['experiment_id']}/runs/{tracked['run_id']}"
-        server = tracked["uri"] if tracked["uri"].startswith("http") else "http://127.0.0.1:5000"
-        grid.add_row("", f"{server}/{page}")
+        grid.add_row("", f"{server_of(tracked['uri'])}/{page}")
     elif tracked.get("trouble") or tracked.get("pending"):
         grid.add_row("mlflow", f"not reached ({tracked.get('trouble')}); rows in metrics.jsonl")
         folder = shown_path(result["folder"])
@@ -141,75 +139,80 @@ def how_to_open(uri: str) -> str:
     return f"mlflow ui --backend-store-uri {uri}"
 
 
-def load_results(sweep_dir: Path) -> list[dict[str, Any]]:
-    """result.json of every job of a sweep, in job order."""
-    jobs = [p for p in sweep_dir.iterdir() if p.name.isdigit()] if sweep_dir.is_dir() else []
-    results = []
-    for job in sorted(jobs, key=lambda p: int(p.name)):
-        path = job / "result.json"
-        if path.exists():
-            results.append(json.loads(path.read_text()))
-        else:
-            results.append({"status": "failed", "reason": "no result.json", "overrides": []})
-    return results
+def server_of(uri: str) -> str:
+    """Where the pages of a store are: its own server, or where `make ui` puts one."""
+    return uri if uri.startswith("http") else "http://127.0.0.1:5000"
 
 
-def group(results: Sequence[dict[str, Any]], varied: Sequence[str]) -> dict[str, list[dict]]:
-    """Results by what varied, the seed aside; in order of appearance."""
-    groups: dict[str, list[dict]] = {}
-    for result in results:
-        parts = [
-            o for o in result["overrides"]
-            if o.split("=")[0].lstrip("+") in varied and not o.startswith("seed=")
-        ]  # fmt: skip
-        groups.setdefault(" ".join(parts) or "all", []).append(result)
-    return groups
+# -- comparisons ----------------------------------------------------------------------------------
+
+_COLUMNS: dict[str, Callable[[Group], str]] = {
+    "runs": lambda g: str(len(g.runs)),
+    "env steps/s": lambda g: _estimate(g.speed, ",.0f") + ("" if g.steady or not g.speed else "*"),
+    "speed-up": lambda g: g.verdict,
+    "return": lambda g: _estimate(g.returns, ".1f"),
+    "learning": lambda g: _parity(g),
+    "reached": lambda g: f"{g.reached}/{len(g.done)}",
+    "steps to it": lambda g: _number(g.steps_to, ",.0f"),
+    "seconds to it": lambda g: _number(g.seconds_to, ",.1f"),
+    "memory MB": lambda g: _number(g.memory_bytes / 1e6, ",.0f"),
+    "GPU MB": lambda g: _number(g.gpu_bytes / 1e6, ",.0f"),
+    "compile s": lambda g: _number(g.compile_s or math.nan, ",.1f"),
+    "GPU J/1k steps": lambda g: _number(g.joules_per_step * 1e3, ",.2f"),
+    "failed": lambda g: str(len(g.failures) or ""),
+}
+_SHORT = ("runs", "env steps/s", "speed-up", "return", "learning", "failed")
+_WITH_THRESHOLD = ("reached", "steps to it", "seconds to it")
 
 
-def sweep_rows(
-    results: Sequence[dict[str, Any]], varied: Sequence[str]
+def comparison_rows(
+    found: Comparison, columns: Sequence[str] | None = None
 ) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a sweep's table: one row per setting, over its seeds."""
-    header = ["setting", "runs", "env steps/s", "vs first", "return", "failed"]
-    rows: list[list[str]] = []
-    baseline: tuple[list[float], bool] | None = None
-    for name, members in group(results, varied).items():
-        done = [r for r in members if r["status"] == "finished"]
-        failed = len(members) - len(done)
-        if not done:
-            rows.append([name, str(len(members)), "-", "-", "-", str(failed)])
-            continue
-        rates = [r["throughput"]["env_steps_per_s"] for r in done]
-        returns = [objective(r) for r in done]
-        steady = all(r["throughput"]["steady"] for r in done)
-        baseline = baseline or (rates, steady)
-        speed = _with_range(statistics.median(rates), rates, ",.0f") + ("" if steady else "*")
-        rows.append([
-            name, str(len(members)), speed, _ratio(rates, baseline[0], steady and baseline[1]),
-            _with_range(statistics.mean(returns), returns, ".1f"), str(failed or ""),
-        ])  # fmt: skip
-    return header, rows
+    """Header and rows, one per setting; columns that have nothing to say are left out."""
+    wanted = [
+        c for c in columns or _COLUMNS
+        if not (c in _WITH_THRESHOLD and found.threshold is None)
+    ]  # fmt: skip
+    cells = {c: [_COLUMNS[c](g) for g in found.groups] for c in wanted}
+    cells = {c: texts for c, texts in cells.items() if any(texts)}
+    rows = [[g.name, *(cells[c][i] for c in cells)] for i, g in enumerate(found.groups)]
+    return ["setting", *cells], rows
 
 
-def _ratio(rates: list[float], first: list[float], steady: bool) -> str:
-    """Speed against the first setting, as far as these runs can tell."""
-    if rates is first:
-        return "1"
-    if not steady:
-        return "too short"
-    ratio = f"{statistics.median(rates) / statistics.median(first):.2f}x"
-    if min(len(rates), len(first)) < 2:
-        return f"{ratio} (one run)"
-    if min(rates) <= max(first) and min(first) <= max(rates):
-        return "no difference"
-    return ratio
+def comparison_caption(found: Comparison) -> str:
+    """What the columns mean."""
+    lines = [
+        "env steps/s: median over runs [95 % bootstrap]; speed-up: ratio of geometric means "
+        "[95 % Welch on log rates]; an interval that holds 1 is no difference",
+        f"return: {found.return_metric}, IQM at {found.at_steps:,.0f} env steps [95 % bootstrap]; "
+        "learning: not worse if the loss is below the margin with 95 % confidence (Yuen)",
+    ]
+    if found.threshold is not None:
+        lines.append(f"it: a training return of {found.threshold:g}; medians over runs")
+    if any(g.speed and not g.steady for g in found.groups):
+        lines.append("* no steady state was reached: longer runs (total_steps) can be compared")
+    return "\n".join(lines)
 
 
-def _with_range(middle: float, values: Sequence[float], form: str) -> str:
-    text = f"{middle:{form}}"
-    if len(values) > 1:
-        text += f" ({min(values):{form}} - {max(values):{form}})"
-    return text
+def _estimate(value: Estimate | None, form: str) -> str:
+    if value is None:
+        return ""
+    text = f"{value.value:{form}}"
+    return f"{text} [{value.low:{form}}, {value.high:{form}}]" if value.known else text
+
+
+def _parity(group: Group) -> str:
+    parity = group.parity
+    if parity is None:
+        return ""
+    words = {"open": "open: more seeds", "unknown": "one run"}.get(parity.verdict, parity.verdict)
+    return words if math.isnan(parity.margin) else f"{words} (margin {parity.margin:.1f})"
+
+
+def _number(value: float, form: str) -> str:
+    if math.isinf(value):
+        return "not reached"
+    return "" if math.isnan(value) else f"{value:{form}}"
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -218,111 +221,97 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
 
 
-def print_sweep(
-    results: Sequence[dict[str, Any]], varied: Sequence[str], console: Console | None = None
-) -> str:
-    """Print a sweep's table and its failures; returns the table as Markdown."""
+def print_comparison(found: Comparison, console: Console | None = None) -> None:
+    """The short table, the failures with their causes, and the answer."""
     console = console or wide_console()
-    header, rows = sweep_rows(results, varied)
-    table = Table(caption=CAPTION)
+    header, rows = comparison_rows(found, _SHORT + _WITH_THRESHOLD)
+    table = Table(caption=comparison_caption(found), caption_justify="left")
+    longest = max(len(word) for row in rows for word in row[0].split())
     for i, title in enumerate(header):
-        table.add_column(title, justify="left" if i == 0 else "right")
+        table.add_column(title, justify="right" if i else "left", min_width=None if i else longest)
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    for result in results:
-        if result["status"] != "finished":
-            name = " ".join(result["overrides"])
-            console.print(f"[red]{result['status']}[/] {name}\n    {result['reason']}")
-    return markdown(header, rows)
+    for group in found.groups:
+        for run in group.failures:
+            console.print(f"[red]{run.status}[/] {run.name}\n    {run.reason}", markup=True)
+    if found.answer:
+        console.print("; ".join(found.answer), style="bold", markup=False)
+    for note in found.notes:
+        console.print(f"- {note}", markup=False)
 
 
-def draw_lines(
-    path: Path,
-    panels: Sequence[tuple[str, dict[str, list[tuple[float, float, float, float]]]]],
-    x_label: str,
-    y_label: str,
-) -> None:
-    """A PNG of panels side by side, both axes logarithmic.
+def write_comparison(found: Comparison, folder: Path) -> list[Path]:
+    """table.md, groups.csv, comparison.json, index.html and the pictures; returns their paths."""
+    from rl_pipeline import figures
 
-    A panel is its title and lines by name; a point is x, y and the ends of its bar.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.5 * len(panels), 3.6), squeeze=False, sharey=False
-    )
-    names = dict.fromkeys(name for _, lines in panels for name in lines)
-    colors = {name: f"C{i}" for i, name in enumerate(names)}
-    for axis, (title, lines) in zip(axes[0], panels, strict=True):
-        for name, points in lines.items():
-            x, y, low, high = zip(*sorted(points), strict=True)
-            below = [a - b for a, b in zip(y, low, strict=True)]
-            above = [b - a for a, b in zip(y, high, strict=True)]
-            axis.errorbar(
-                x, y, (below, above), label=name, color=colors[name], marker="o", ms=4, capsize=2
-            )
-        axis.set(title=title, xlabel=x_label, xscale="log", yscale="log")
-        axis.grid(alpha=0.3, which="both")
-        axis.legend(fontsize=8)
-    axes[0][0].set_ylabel(y_label)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    folder.mkdir(parents=True, exist_ok=True)
+    header, rows = comparison_rows(found)
+    caption = comparison_caption(found)
+    drawn = figures.pictures(found)
+    answer = "; ".join(found.answer)
+    notes = "\n".join(f"- {note}" for note in found.notes)
+    files: dict[str, str | bytes] = {
+        "table.md": f"{markdown(header, rows)}\n{answer}\n\n{caption}\n\n{notes}\n",
+        "groups.csv": _csv(found),
+        "comparison.json": json.dumps(as_object(found), indent=1) + "\n",
+        "index.html": figures.page(found, header, rows, caption, drawn),
+    }
+    files |= {f"{name}.png": picture.png for name, picture in drawn.items()}
+    for name, content in files.items():
+        data = content.encode() if isinstance(content, str) else content
+        (folder / name).write_bytes(data)
+    return [folder / name for name in files]
 
 
-def line_panels(path: Path, panels: Sequence[dict[str, Any]], rows: int = 2) -> None:
-    """A picture of panels in `rows` rows, over a logarithmic x axis of counts.
+def as_object(found: Comparison) -> dict[str, Any]:
+    """The comparison as plain JSON values; NaN and infinity as null."""
+    groups = []
+    for group in found.groups:
+        values = {k: v for k, v in vars(group).items() if k != "runs"}
+        runs = [
+            {"id": r.id, "name": r.name, "seed": r.seed, "status": r.status, "reason": r.reason,
+             "commit": r.commit, **r.final}
+            for r in group.runs
+        ]  # fmt: skip
+        groups.append({"name": group.name, **values, "runs": runs})
+    values = {k: v for k, v in vars(found).items() if k != "groups"}
+    plain: dict[str, Any] = _plain({**values, "groups": groups})
+    return plain
 
-    A panel: `title`, `xlabel`, `ylabel`, `log` (y axis), `lines` {label: [(x, y, low, high)]},
-    `faint` {label: [(x, y)]} drawn dashed in the colour of the line of that label, `bar` (a level).
-    Labels that share what stands before the comma share a colour.
-    """
-    import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
 
-    columns = math.ceil(len(panels) / rows)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False, sharex="col"
-    )
-    labels = list(dict.fromkeys(label for panel in panels for label in panel["lines"]))
-    kinds = list(dict.fromkeys(label.split(",")[0] for label in labels))
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log" if panel.get("log") else "linear")
-        counts = sorted({point[0] for points in panel["lines"].values() for point in points})
-        axis.set_xticks(counts, [str(count) for count in counts])
-        for i, (label, points) in enumerate(panel["lines"].items()):
-            x, y, low, high = (np.array(column) for column in zip(*points, strict=True))
-            # Side by side: ranges at the same count would hide each other.
-            at = x * 2 ** (0.06 * (i - (len(panel["lines"]) - 1) / 2))
-            kind = label.split(",")[0]
-            same = [other for other in labels if other.split(",")[0] == kind]
-            colour, marker = f"C{kinds.index(kind)}", "osD^"[same.index(label) % 4]
-            axis.errorbar(
-                at, y, [y - low, high - y], marker=marker, markersize=4, linewidth=1.2, capsize=2,
-                color=colour, label=label,
-            )  # fmt: skip
-            if faint := panel.get("faint", {}).get(label):
-                axis.plot(at, [point[1] for point in faint], "--", color=colour, alpha=0.5)
-        if "bar" in panel:
-            axis.axhline(panel["bar"], color="grey", linestyle=":", linewidth=1)
-        axis.set_title(panel.get("title", ""))
-        axis.set_xlabel(panel.get("xlabel", ""))
-        axis.set_ylabel(panel.get("ylabel", ""))
-        axis.grid(alpha=0.25)
-    handles: dict[str, Any] = {}
-    for axis in axes.flat:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    figure.tight_layout(rect=(0, 0.03 + 0.03 * math.ceil(len(handles) / (2 * columns)), 1, 1))
-    figure.legend(
-        list(handles.values()), list(handles), loc="lower center", ncols=2 * columns, frameon=False,
-        fontsize=8,
+
+def _csv(found: Comparison) -> str:
+    """One row per group, numbers in full; empty where there is none."""
+    text = io.StringIO()
+    estimates = ("speed", "speedup", "speedup_bootstrap", "returns")
+    numbers = (
+        "steps_to", "seconds_to", "memory_bytes", "gpu_bytes", "compile_s", "joules_per_step",
     )  # fmt: skip
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    writer = csv.writer(text, lineterminator="\n")
+    ends = ("", "_low", "_high")
+    writer.writerow([
+        *found.by, "runs", "finished", "recipe", "steady", "verdict",
+        *(name + end for name in estimates for end in ends), *numbers, "parity", "margin",
+    ])  # fmt: skip
+    for g in found.groups:
+        values = [x for name in estimates for x in (getattr(g, name) or (math.nan,) * 3)]
+        values += [getattr(g, name) for name in numbers]
+        recipe = " ".join(f"{k}={v}" for k, v in g.recipe.items())
+        parity = [g.parity.verdict, g.parity.margin] if g.parity else ["", ""]
+        writer.writerow([
+            *g.levels.values(), len(g.runs), len(g.done), recipe, g.steady, g.verdict,
+            *("" if math.isnan(x) else x for x in values), *parity,
+        ])  # fmt: skip
+    return text.getvalue()

@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,83 @@ def _as_chosen(override: str, settings: dict[str, Any]) -> str:
     return override
 
 
+# -- multiruns ------------------------------------------------------------------------------------
+
+STUDY_FILE = "study.json"
+
+
+def find_sweep(name: str) -> Path:
+    """The folder of a multirun: itself, or by its name (the latest) or its MLflow run id.
+
+    Raises ConfigError where there is none.
+    """
+    if (Path(name) / STUDY_FILE).exists():
+        return Path(name)
+    found = []
+    for path in Path("multirun").rglob(STUDY_FILE):
+        study = json.loads(path.read_text())
+        if name in (study["name"], study.get("parent_run_id")):
+            found.append((path.stat().st_mtime, path.parent))
+    if found:
+        return max(found)[1]
+    raise ConfigError(
+        f"study.resume={name}: no such multirun; give its folder (it holds {STUDY_FILE}), or the "
+        "name or MLflow run id of one below multirun/ of the working directory"
+    )
+
+
+def with_resumed_sweep(argv: list[str]) -> list[str]:
+    """Put the overrides of the multirun that `study.resume=` names before those given now."""
+    given = [o.value() for o in parse_overrides([a for a in argv if a.startswith("study.resume=")])]
+    if not given or given[-1] is None or "hydra.mode=RUN" in argv:
+        return argv
+    folder = find_sweep(str(given[-1]))
+    saved = json.loads((folder / STUDY_FILE).read_text())["overrides"]
+    flags = [a for a in argv if a.startswith("-")]
+    now = [a for a in argv if not a.startswith("-")]
+    keys = {_key(a) for a in now}
+    # Given twice, a swept key would be crossed with itself.
+    kept = [o for o in saved if _key(o) not in keys | {"study.resume", "hydra.sweep.dir"}]
+    if "-m" not in flags and "--multirun" not in flags:
+        flags = ["-m", *flags]
+    return [*flags, *kept, *now, f"hydra.sweep.dir={quote(folder)}"]
+
+
+def quote(path: Path) -> str:
+    """A path as a Hydra override value."""
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
+def _key(override: str) -> str:
+    return override.split("=")[0].lstrip("+~")
+
+
+def finished_jobs(folder: Path) -> dict[frozenset[str], dict[str, Any]]:
+    """result.json of the jobs of a multirun that finished, by their overrides.
+
+    Folders of those that did not are put aside (`3.failed`), so that the job can run again.
+    """
+    done = {}
+    for job in sorted(p for p in folder.iterdir() if p.name.isdigit()):
+        path = job / "result.json"
+        result = json.loads(path.read_text()) if path.exists() else {}
+        if result.get("status") == "finished":
+            done[frozenset(result["overrides"])] = result
+            continue
+        aside = (folder / f"{job.name}.failed{i or ''}" for i in range(10**6))
+        job.rename(next(p for p in aside if not p.exists()))
+    return done
+
+
+def free_number(folder: Path, wanted: int, taken: Iterable[int]) -> int:
+    """`wanted`, or the next number that no job of the multirun has."""
+    used = {int(p.name) for p in folder.iterdir() if p.name.isdigit()} | set(taken)
+    while wanted in used:
+        wanted += 1
+    return wanted
+
+
 def check_resumed(now: Settings, then: dict[str, Any]) -> None:
     """Refuse a resume that would make another run of it; raises ConfigError naming the key."""
     current = now.model_dump(mode="json")
@@ -147,3 +224,14 @@ def parse_overrides(overrides: list[str]) -> list[Any]:
         return OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise ConfigError(str(error).replace("\n", " ")) from None
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys; lists as text."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = str(value) if isinstance(value, list | dict) else value
+    return flat

@@ -286,6 +286,8 @@ class TrackingSettings(Frozen):
     """Seconds between batches sent to the store."""
     system_metrics: bool = True
     """MLflow's own metrics of the whole machine, as context."""
+    max_artifact_bytes: Count = 200_000_000
+    """The best checkpoint goes into the store up to this size; 0 keeps it out."""
 
 
 class EvalSettings(Frozen):
@@ -315,6 +317,15 @@ class StudySettings(Frozen):
 
     name: str | None = None
     """Name of the parent run; null takes the sweep's varied settings."""
+    interleave: bool = False
+    """Repeat the grid seed by seed, each time in a random order of its own, so that drift of the
+    machine does not become an effect."""
+    resume: str | None = None
+    """Folder, name or MLflow id of an earlier multirun: only its missing jobs are run."""
+    baseline: str | None = None
+    """What the comparison takes as 1, e.g. backend=gymnasium; null: the first setting."""
+    threshold: Float | None = None
+    """Return whose first reach (env steps, seconds) the comparison tells."""
 
 
 class Settings(Frozen):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from rl_pipeline import config
@@ -16,6 +17,12 @@ from rl_pipeline import config
 @hydra.main(version_base="1.3", config_path=str(config.CONF), config_name="config")
 def _train(cfg: DictConfig) -> float:
     """Train once; the objective of a sweep is the evaluated return."""
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode == RunMode.MULTIRUN:
+        from rl_pipeline import jobs
+
+        own = list(hydra_config.overrides.hydra)
+        return jobs.run_here(list(hydra_config.overrides.task), hydra_config.job.num, own)
     # Heavy imports only here: --help, --cfg and a bad setting answer at once.
     from rl_pipeline import build, report
     from rl_pipeline.session import Killed

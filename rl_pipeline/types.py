@@ -116,6 +116,7 @@ class Batch(NamedTuple):
     """B transitions drawn from replay, on the learner's device.
 
     With n-step returns a transition spans k <= n steps: fewer where its episode or the data ended.
+    Frame stacks of obs and next_obs may share memory: they are for reading.
     """
 
     obs: torch.Tensor  # [B, *obs_shape], as stored

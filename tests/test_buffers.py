@@ -77,7 +77,7 @@ def scripts(draw):
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(script=scripts())
 def test_any_history_gives_the_model_s_answer(kind, script):

@@ -428,7 +428,10 @@ LAYERS = [
     {"train"},
 ]
 LEAVES = {"telemetry", "checkpoint", "evaluate"}
-FRAME = {"config", "runs", "report", "study", "train", "build", "session", "training"}
+FRAME = {
+    "cli", "compare", "comparison", "config", "figures", "findings", "groups", "jobs",
+    "records", "report", "runs", "stats", "study", "train", "build", "session", "training",
+}  # fmt: skip
 """The frame around a run: reads configs and results, never imported by the rooms."""
 
 

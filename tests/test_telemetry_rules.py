@@ -1,12 +1,16 @@
 """Tracking without a store: which store it would be, and what would be sent to it."""
 
+import base64
 import json
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from rl_pipeline.settings import TrackingSettings
+from rl_pipeline.telemetry import views
+from rl_pipeline.telemetry.final import final_metrics, machine_of
 from rl_pipeline.telemetry.tracker import NullTracker, redact, resolve
 from rl_pipeline.telemetry.writer import Store, Tail
 
@@ -129,3 +133,29 @@ def test_without_tracking_the_same_calls_do_nothing():
     tracker = NullTracker()
     tracker.start()
     assert tracker.ready and tracker.state() == {} and tracker.finish(1.0) == {}
+
+
+def test_a_prepared_view_fits_into_a_tag_and_names_metrics_that_exist():
+    packed = views.view_state(views.jobs_of("a" * 32), views.grouping("backend,algo.horizon,seed"))
+    assert packed.startswith("deflate;") and len(packed) < 5000
+    state = json.loads(zlib.decompress(base64.b64decode(packed.removeprefix("deflate;"))))
+    assert [k["groupByData"] for k in state["groupBy"]["groupByKeys"]] == [
+        "backend.name", "algo.horizon",
+    ]  # fmt: skip
+    result = {
+        "throughput": {"env_steps_per_s": 1.0, "warmup_s": 1.0, "wall_s": 1.0, "steady": True},
+        "returns": {"eval_mean": 1.0}, "bottleneck": {"upper_bound_speedup": 2.0},
+    }  # fmt: skip
+    final = {f"metrics.`result/{name}`" for name in final_metrics(result)}
+    shown = {column for column in state["selectedColumns"] if column.startswith("metrics")}
+    assert shown <= final
+    sections = {section["uuid"] for section in state["compareRunSections"]}
+    assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} == sections
+
+
+def test_what_a_run_came_to_is_finite_numbers_only():
+    assert final_metrics({}) == {} and machine_of({}) == ""
+    found = final_metrics({"returns": {"eval_mean": float("nan"), "train_mean": 3}})
+    assert found == {"train_mean": 3.0}
+    hardware = {"cpu_model": "a CPU", "cpu_budget": 2, "gpus": []}
+    assert machine_of({"hardware": hardware}) == "a CPU, 2 cores, no GPU"

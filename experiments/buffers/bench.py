@@ -24,10 +24,11 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from contenders import CONTENDERS, HAVE_PRIORITIES, Contender, Task  # noqa: E402
+from contenders import CONTENDERS, HAVE_PRIORITIES, Contender, NotHere, Task  # noqa: E402
 
-from rl_pipeline import report  # noqa: E402
+from rl_pipeline import figures, report  # noqa: E402
 from rl_pipeline.cpus import cpu_budget  # noqa: E402
+from rl_pipeline.runtime import keep_freed_memory  # noqa: E402
 from rl_pipeline.telemetry.provenance import provenance  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -40,6 +41,9 @@ FILLS = {
 TURNS = 7 if QUICK else 21
 TURN_S = 0.01 if QUICK else 0.03
 """Least seconds of one turn."""
+
+ABSENT: dict[str, str] = {}
+"""Contenders that cannot run here, and why."""
 
 
 def timed(call: Callable[[], Any], calls: int) -> float:
@@ -96,16 +100,12 @@ def measure(task: Task, prioritized: bool, fill: int) -> list[dict[str, Any]]:
     names = [n for n in CONTENDERS if not prioritized or n in HAVE_PRIORITIES]
     buffers: dict[str, Contender] = {}
     for name in names:
-        rss = psutil.Process().memory_info().rss
-        buffers[name] = CONTENDERS[name](task, fill, prioritized)
+        try:
+            buffers[name] = CONTENDERS[name](task, fill, prioritized)
+        except NotHere as error:
+            ABSENT[f"{name}, {'prioritized' if prioritized else 'uniform'}"] = str(error)
+            continue
         buffers[name].fill(fill)
-        grown = (psutil.Process().memory_info().rss - rss) / fill
-        said = buffers[name].nbytes()
-        print(
-            f"  {name}: {grown:.0f} bytes a transition of process memory"
-            + (f", {said / fill:.0f} stored" if said else ""), flush=True,
-        )  # fmt: skip
-        buffers[name].bytes_grown, buffers[name].bytes_stored = grown, said and said / fill
     cells = []
     cell = {"task": task.name, "sampler": "prioritized" if prioritized else "uniform", "fill": fill}
 
@@ -120,7 +120,7 @@ def measure(task: Task, prioritized: bool, fill: int) -> list[dict[str, Any]]:
         if prioritized:
             add("sample+update", batch, {n: updating(b, batch) for n, b in buffers.items()})
     add("add", 8, {n: adding(b) for n, b in buffers.items()})
-    cells[-1]["bytes"] = {n: [b.bytes_grown, b.bytes_stored] for n, b in buffers.items()}
+    cells[-1]["bytes"] = {n: b.nbytes() / fill for n, b in buffers.items()}
     return cells
 
 
@@ -187,10 +187,7 @@ def tables(cells: list[dict[str, Any]]) -> str:
     for cell in cells:
         if "bytes" in cell:
             sizes = [cell["bytes"].get(n) for n in names]
-            shown = [
-                "-" if s is None else f"{s[0]:,.0f}" + (f" ({s[1]:,.0f})" if s[1] else "")
-                for s in sizes
-            ]
+            shown = ["-" if s is None else f"{s:,.0f}" for s in sizes]
             memory.append([cell["task"], cell["sampler"], f"{cell['fill']:,}", *shown])
     twice = sum(verdict(c)["python"][1] >= 2 for c in cells if "python" in verdict(c))
     against = sum("python" in verdict(c) for c in cells)
@@ -200,7 +197,8 @@ def tables(cells: list[dict[str, Any]]) -> str:
         f"{sum(map(passes, cells))} of {len(cells)} cells meet their bar; at least 2x the fastest "
         f"Python peer in {twice} of {against}.\n",
         *(f"- {line}" for line in growth(cells)),
-        "\nBytes a transition: growth of the process (what the buffer says it stores).\n",
+        *(f"- {name} is missing: {why}" for name, why in ABSENT.items()),
+        "\nBytes stored for a transition, without the interpreter's own (a deque's are many).\n",
         report.markdown(["task", "sampler", "rows", *names], memory),
     ])  # fmt: skip
 
@@ -237,8 +235,12 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
             if at == (task, sampler, "sample", 256):
                 for name, (low, middle, high) in cell["us"].items():
                     lines.setdefault(name, []).append((cell["fill"], middle, low, high))
-        panels.append((f"{task}, {sampler}, batch 256", lines))
-    report.draw_lines(path, panels, "transitions stored", "microseconds a sample")
+        title = f"{task}, {sampler}, batch 256"
+        panels.append({
+            "title": title, "lines": lines, "log": True, "xlabel": "transitions stored",
+            "ylabel": "microseconds a sample",
+        })  # fmt: skip
+    figures.line_panels(path, panels, rows=1)
 
 
 def main() -> None:
@@ -248,11 +250,15 @@ def main() -> None:
     for name, fills in FILLS.items():
         # As a run of that kind sets it: a small MLP one thread, a CNN the whole budget.
         torch.set_num_threads(1 if name == "vector" else cpu_budget()[0])
+        if name == "atari":
+            keep_freed_memory()
         for prioritized in (False, True):
             for fill in fills:
                 cells += measure(Task(name), prioritized, fill)
                 gc.collect()
-    (HERE / "bench.json").write_text(json.dumps({"facts": about, "cells": cells}, indent=1) + "\n")
+    (HERE / "bench.json").write_text(
+        json.dumps({"facts": about, "absent": ABSENT, "cells": cells}, indent=1) + "\n"
+    )
     text = tables(cells)
     lines = [f"- {key}: {value}" for key, value in about.items()]
     (HERE / "table.md").write_text(text + "\nMeasured on:\n\n" + "\n".join(lines) + "\n")

@@ -43,7 +43,7 @@ class Task:
             self._actions = rng.integers(0, 6, (64, NUM_ENVS))
         else:
             self._actions = rng.standard_normal((64, NUM_ENVS, 6)).astype(np.float32)
-        self.no = np.zeros(NUM_ENVS, bool)
+        self.no, self.yes = np.zeros(NUM_ENVS, bool), np.ones(NUM_ENVS, bool)
 
     def step(self, t: int):
         """obs, action, reward, next_obs of step t: one endless game, frames in a cycle of 64."""
@@ -51,11 +51,12 @@ class Task:
         return self._obs[i], self._actions[i], self._rewards[i], self._obs[i + 1]
 
 
+class NotHere(Exception):
+    """A contender that this machine's packages cannot run: why."""
+
+
 class Contender(ABC):
     """One buffer under test."""
-
-    native = False
-    """Its inner loops are compiled."""
 
     @abstractmethod
     def add(self, t: int) -> None:
@@ -74,27 +75,27 @@ class Contender(ABC):
         for t in range(-(-rows // NUM_ENVS)):
             self.add(t)
 
-    def nbytes(self) -> int | None:
-        """Bytes of storage, where it says so."""
-        return None
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of what is stored."""
 
 
 class Ours(Contender):
     """rl_pipeline."""
 
-    native = True
-
     def __init__(self, task: Task, capacity: int, prioritized: bool) -> None:
         priorities = Priorities(ALPHA, BETA) if prioritized else None
-        self._task = task
+        self._rows = []
+        for t in range(63):
+            obs, action, reward, next_obs = task.step(t)
+            step = Step(next_obs, reward, reward, task.no, task.no, task.yes, task.ids)
+            self._rows.append((obs, action, step))
         self._buffer = Replay(
             task.spec, capacity, frame_stack=task.depth, priorities=priorities, seed=0
         )
 
     def add(self, t: int) -> None:
-        task = self._task
-        obs, action, reward, next_obs = task.step(t)
-        step = Step(next_obs, reward, reward, task.no, task.no, ~task.no, task.ids)
+        obs, action, step = self._rows[t % 63]
         self._buffer.add(obs, action, {}, step)
 
     def fill(self, rows: int) -> None:
@@ -178,10 +179,16 @@ class TorchRL(Contender):
     def __init__(self, task: Task, capacity: int, prioritized: bool) -> None:
         from torchrl import data
 
-        self._task, self._prioritized = task, prioritized
-        self.native = prioritized
+        self._task = task
         storage = data.LazyTensorStorage(capacity)
         if prioritized:
+            try:
+                import torchrl._torchrl  # noqa: F401
+            except ImportError as error:
+                text = str(error).partition(": ")[2][:40]
+                raise NotHere(
+                    f"its compiled sum tree does not load with this torch ({text})"
+                ) from error
             self._buffer = data.TensorDictPrioritizedReplayBuffer(
                 alpha=ALPHA, beta=BETA, storage=storage, priority_key="td_error"
             )
@@ -221,8 +228,6 @@ class TorchRL(Contender):
 class Cpprb(Contender):
     """cpprb, in Cython and C++."""
 
-    native = True
-
     def __init__(self, task: Task, capacity: int, prioritized: bool) -> None:
         import cpprb
 
@@ -241,6 +246,7 @@ class Cpprb(Contender):
             self._buffer = cpprb.PrioritizedReplayBuffer(capacity, fields, alpha=ALPHA)
         else:
             self._buffer = cpprb.ReplayBuffer(capacity, fields)
+        self._fields = fields
         self._extra = {"beta": BETA} if prioritized else {}
 
     def add(self, t: int) -> None:
@@ -254,6 +260,10 @@ class Cpprb(Contender):
 
     def update(self, drawn: Any, priorities: np.ndarray) -> None:
         self._buffer.update_priorities(drawn[1], priorities)
+
+    def nbytes(self) -> int:
+        one = {k: v for k, v in self._buffer.sample(1, **self._extra).items() if k in self._fields}
+        return self._buffer.get_buffer_size() * sum(x.nbytes for x in one.values())
 
 
 CONTENDERS: dict[str, type[Contender]] = {

@@ -24,7 +24,7 @@ import numpy as np
 
 from experiments.envs import steppers
 from experiments.envs.paired import Cell, bar_of, summarize, take_turns
-from rl_pipeline import report
+from rl_pipeline import figures, report
 from rl_pipeline.cpus import cpu_budget
 from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry import tracker
@@ -187,7 +187,7 @@ def verdicts(rows: list[dict[str, Any]]) -> str:
 
 
 def panels(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For `report.line_panels`: above the speeds of each task, below what the adapters keep."""
+    """For `figures.line_panels`: above the speeds of each task, below what the adapters keep."""
     done = [row for row in rows if "failed" not in row]
     tasks = list(dict.fromkeys(row["task"] for row in done))
     above, below = [], []
@@ -228,7 +228,7 @@ def write(options: Options, rows: list[dict[str, Any]], facts: dict[str, Any]) -
     content = {"facts": facts, "options": asdict(options) | {"out": ""}, "rows": rows}
     files[2].write_text(json.dumps(content, indent=1) + "\n")
     if any("failed" not in row for row in rows):
-        report.line_panels(files[3], panels(rows))
+        figures.line_panels(files[3], panels(rows))
     return [path for path in files if path.exists()]
 
 

@@ -124,7 +124,7 @@ def render(tasks: list[str], samples: dict[tuple[str, str], Sample | str]) -> st
         for backend in BACKENDS:
             other = samples[task, backend]
             if isinstance(other, Sample):
-                unequal = {k: v for k, v in other.facts.items() if reference.facts.get(k) != v}
+                unequal = {k: v for k, v in other.facts.items() if reference.facts.get(k, v) != v}
                 if unequal:
                     lines.append(f"  - {backend}: {unequal}")
     return "\n".join(lines)

@@ -23,7 +23,7 @@ import numpy as np
 from experiments.envs import bench, steppers
 from experiments.envs.paired import Cell, take_turns
 from experiments.vectorization.naive import NaiveEnvs
-from rl_pipeline import report
+from rl_pipeline import figures, report
 
 HERE = Path(__file__).parent
 FULL = replace(bench.Options(), num_envs=(8, 64, 256), threads=(2,), repeats=5, out=str(HERE))
@@ -123,7 +123,7 @@ def write(out: Path, rows: list[dict[str, Any]], facts: dict[str, Any], options:
             "xlabel": "environments", "ylabel": "times the naive loop", "log": True,
             "lines": ratios, "bar": 1.0,
         })  # fmt: skip
-    report.line_panels(out / "vectorization.png", above + below)
+    figures.line_panels(out / "vectorization.png", above + below)
 
 
 def main() -> None:

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
+import math
 import random
-import shlex
 import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from rl_pipeline import report
+from rl_pipeline import jobs, report
 from rl_pipeline.cpus import cpu_budget
+from rl_pipeline.runs import finished_jobs, free_number, parse_overrides
 from rl_pipeline.settings import ConfigError
-
-GRACE_S = 60.0
-"""Between asking a job to stop and ending it."""
 
 
 class ProcessLauncher(Launcher):
@@ -53,23 +46,52 @@ class ProcessLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run all jobs; results in the order of `job_overrides`."""
+        """Run all jobs that have not finished before; results in the order of `job_overrides`."""
         sweep_dir = Path(str(self.config.hydra.sweep.dir))
-        self._passed_on = _passed_on(list(self.config.hydra.overrides.hydra))
         sweep_dir.mkdir(parents=True, exist_ok=True)
-        slots = list(range(self.n_jobs))
-        order = list(range(len(job_overrides)))
+        done = finished_jobs(sweep_dir) if self.config.study.resume else {}
+        returns: dict[int, float] = {}
+        waiting: list[jobs.Job] = []
+        for i, given in enumerate(job_overrides):
+            overrides = jobs.own_overrides(given)
+            label = f"[{i + 1}/{len(job_overrides)}]"
+            earlier = done.get(frozenset(overrides))
+            if earlier is not None:
+                returns[i] = report.objective(earlier)
+                print(f"{label} done      {' '.join(overrides)}", flush=True)
+                continue
+            number = free_number(sweep_dir, initial_job_idx + i, [j.number for j in waiting])
+            waiting.append(jobs.Job(
+                overrides, number, sweep_dir / str(number), label,
+                jobs.passed_on(list(self.config.hydra.overrides.hydra)), self.timeout_s,
+            ))  # fmt: skip
+        places = [i for i in range(len(job_overrides)) if i not in returns]
+        order = self._order(waiting)
+        for place, objective in zip(places, self._run_all(waiting, order), strict=True):
+            returns[place] = objective
+        # Hydra's grid stops at a job that raises; Optuna's sweeper stops at NaN and takes a job
+        # that raises for a failed trial.
+        raises = str(self.config.hydra.sweeper._target_).endswith("OptunaSweeper")
+        return [_returned(o, returns[i], raises) for i, o in enumerate(job_overrides)]
+
+    def _order(self, waiting: list[jobs.Job]) -> list[int]:
+        order = list(range(len(waiting)))
+        if self.config.study.interleave:
+            return interleaved([job.overrides for job in waiting])
         if self.shuffle:
             random.shuffle(order)
-        returns: dict[int, JobReturn] = {}
+        return order
+
+    def _run_all(self, waiting: list[jobs.Job], order: list[int]) -> list[float]:
+        slots = list(range(self.n_jobs))
+        results = [float("nan")] * len(waiting)
 
         def one(index: int) -> None:
             slot = slots.pop()
             try:
-                returns[index] = self._job(
-                    list(job_overrides[index]), initial_job_idx + index, sweep_dir, slot,
-                    f"[{index + 1}/{len(order)}]",
-                )  # fmt: skip
+                if not self._stopping:
+                    job = replace(waiting[index], environ=self._environment(slot))
+                    results[index] = jobs.run(job, self._running.add)
             finally:
                 slots.append(slot)
 
@@ -77,139 +99,45 @@ class ProcessLauncher(Launcher):
         try:
             list(pool.map(one, order))
         except BaseException:
-            self._stop()
+            self._stopping = True
+            jobs.stop(p for p in self._running if p.poll() is None)
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-        return [returns[i] for i in range(len(job_overrides))]
-
-    def _job(
-        self, overrides: list[str], number: int, sweep_dir: Path, slot: int, label: str
-    ) -> JobReturn:
-        folder = sweep_dir / str(number)
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable, "-m", _app(), *_config_dir(sys.argv), *overrides, *self._passed_on,
-            # Without it a sweep preset would sweep again without end.
-            "hydra.mode=RUN", f"hydra.run.dir={_quote(folder)}", f"hydra.job.num={number}",
-        ]  # fmt: skip
-        begin = time.monotonic()
-        log = folder / "output.log"
-        name = " ".join(overrides)
-        print(f"{label} start     {name}\n", end="", flush=True)
-        result: dict[str, Any] = {}
-        cause = ""
-        if not self._stopping:
-            cause = self._run(command, log, slot)
-        with suppress(FileNotFoundError):
-            result = json.loads((folder / "result.json").read_text())
-        seconds = time.monotonic() - begin
-        objective = report.objective(result)
-        if result.get("status") == "finished" and not cause:
-            rate = result["throughput"]["env_steps_per_s"]
-            print(
-                f"{label} finished  {name}  return {objective:.1f}  {rate:,.0f} env steps/s  "
-                f"({seconds:.0f} s)",
-                flush=True,
-            )
-        else:
-            cause = cause or result.get("reason") or _last_line(log)
-            if "status" not in result:
-                # The job ended before it could write its own: the final table must know.
-                record = {"status": "failed", "reason": cause, "overrides": overrides}
-                (folder / "result.json").write_text(json.dumps(record) + "\n")
-            print(f"{label} FAILED    {name}\n    {cause}\n    log: {log}", flush=True)
-        job = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
-        job.return_value = objective
-        return job
-
-    def _run(self, command: list[str], log: Path, slot: int) -> str:
-        """Run one job to its end; returns the cause of an end that was not its own, or ''."""
-        with log.open("wb") as output:
-            output.write(f"$ {shlex.join(command)}\n".encode())
-            output.flush()
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                env=self._environment(slot), start_new_session=True,
-            )  # fmt: skip
-            self._running.add(process)
-            try:
-                process.wait(self.timeout_s)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                try:
-                    process.wait(GRACE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-                return f"stopped after hydra.launcher.timeout_s={self.timeout_s:g}"
-            finally:
-                self._running.discard(process)
-        if process.returncode < 0:
-            return f"killed by signal {-process.returncode}"
-        return "" if process.returncode == 0 else _last_line(log)
+        return results
 
     def _environment(self, slot: int) -> dict[str, str]:
         """The job's share of the machine."""
-        env = dict(os.environ)
-        # An id in the environment would make the children write into the parent's run.
-        env.pop("MLFLOW_RUN_ID", None)
-        budget, _ = cpu_budget()
-        env["RL_PIPELINE_SWEEP_PID"] = str(os.getpid())
-        env["RL_PIPELINE_CPUS"] = str(max(1, budget // self.n_jobs))
+        env = jobs.environment(cpu_budget()[0] // self.n_jobs)
         gpus = _visible_gpus(env)
         if gpus and self.n_jobs > 1:
             env["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
         return env
 
-    def _stop(self) -> None:
-        """Ask all running jobs to stop, end those that do not."""
-        self._stopping = True
-        running = list(self._running)
-        for process in running:
-            process.terminate()
-        for process in running:
-            try:
-                process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+
+def interleaved(grid: Sequence[Sequence[str]]) -> list[int]:
+    """Indices of jobs seed by seed, those of each seed in a random order of its own."""
+    rounds: dict[str, list[int]] = {}
+    for i, overrides in enumerate(grid):
+        seeds = [
+            str(o.value()) for o in parse_overrides(list(overrides)) if o.key_or_group == "seed"
+        ]
+        rounds.setdefault(seeds[-1] if seeds else "", []).append(i)
+    for members in rounds.values():
+        random.shuffle(members)
+    return [i for members in rounds.values() for i in members]
 
 
-def _app() -> str:
-    """The module that was started: the same one runs the jobs."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec is not None else "rl_pipeline.train"
-
-
-def _passed_on(overrides: list[str]) -> list[str]:
-    """Hydra overrides that mean the jobs too, such as hydra.searchpath."""
-    own = ("hydra.mode", "hydra.sweep", "hydra.sweeper", "hydra.launcher", "hydra/", "hydra.run")
-    return [o for o in overrides if not o.lstrip("+~").startswith(own)]
-
-
-def _config_dir(argv: list[str]) -> list[str]:
-    """The flag that adds a configuration folder, as it was given to the sweep."""
-    for i, argument in enumerate(argv):
-        if argument.startswith("--config-dir="):
-            return [argument]
-        if argument in ("--config-dir", "-cd"):
-            return argv[i : i + 2]
-    return []
-
-
-def _quote(path: Path) -> str:
-    """A path as a Hydra override value."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"
+def _returned(overrides: Sequence[str], objective: float, raises: bool) -> JobReturn:
+    job = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
+    job.return_value = objective
+    if raises and math.isnan(objective):
+        job.status = JobStatus.FAILED
+        job.return_value = RuntimeError("the job has no return to maximise")
+    return job
 
 
 def _visible_gpus(env: dict[str, str]) -> list[str]:
     if "CUDA_VISIBLE_DEVICES" in env:
         return [g for g in env["CUDA_VISIBLE_DEVICES"].split(",") if g.strip()]
     return [p.name.removeprefix("nvidia") for p in sorted(Path("/dev").glob("nvidia[0-9]*"))]
-
-
-def _last_line(log: Path) -> str:
-    lines = [x for x in log.read_text(errors="replace").splitlines() if x.strip()]
-    errors = [x for x in lines if x.startswith("error: ")]
-    return (errors or lines or ["no output"])[-1]

@@ -84,13 +84,13 @@ class DeviceReplay(Ring):
         obs: np.ndarray | None,
         given: np.ndarray,
         extras: Mapping[str, Tensor],
-        reported: tuple[np.ndarray, ...],
+        reported: np.ndarray,
         num_changed: int,
         num_written: int,
     ) -> None:
         plan = self.layout
-        changed, written = reported[0][:num_changed].copy(), reported[1][:num_written].copy()
-        source, which = reported[2][:num_written], reported[3][:num_written]
+        changed = reported[0, :num_changed].copy()
+        written, source, which = reported[1:, :num_written].copy()
         slots = self._send(written)
         self._records[slots] = self._send(self._meta[written].view(np.int32))
         self._written.copy_(self._send(self._counts.copy()))

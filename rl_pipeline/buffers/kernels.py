@@ -19,6 +19,8 @@ VALID, TERMINATED, TRUNCATED, DRAWABLE = 1, 2, 4, 8
 """Flags of a row; DRAWABLE: valid, its successor is here, and so is all that its stack reaches."""
 REWARD, FLAGS, HISTORY, ACTION = 0, 1, 2, 3
 """Words of a row's record."""
+COUNT, BROKEN, SIZE = 0, 1, 2
+"""The books [3, N]: rows written, whether the stream begins anew, and drawable rows in all."""
 
 BAD_ENV, BAD_START, BAD_STACK = -1, -2, -3
 """What `append` refuses: an id out of range, a valid row right after an end, a broken stack."""
@@ -97,8 +99,8 @@ def tree_find(tree, starts, values, nodes):
 
 
 @compiled
-def _same_frames(a, a_first, b, b_first, count):
-    """Whether `count` words of two rows agree."""
+def _same_words(a, a_first, b, b_first, count):
+    """Whether `count` words of two flat arrays agree."""
     for w in range(count):
         if a[a_first + w] != b[b_first + w]:
             return False
@@ -106,20 +108,20 @@ def _same_frames(a, a_first, b, b_first, count):
 
 
 @compiled
-def _filled(stack, frame, depth):
-    """Whether all frames of a stack are its newest."""
+def _filled(words, first, frame, depth):
+    """Whether all frames of the stack that begins at `first` are its newest."""
+    newest = first + (depth - 1) * frame
     for i in range(depth - 1):
-        if not _same_frames(stack, i * frame, stack, (depth - 1) * frame, frame):
+        if not _same_words(words, first + i * frame, words, newest, frame):
             return False
     return True
 
 
 @compiled
-def _mark(e, k, head, T, N, stride, meta, size, changed, num):
+def _mark(k, slot, head, T, stride, meta, size, changed, num):
     """Row `k` becomes drawable, if its stack is still whole with `head` rows written."""
-    slot = (k % T) * N + e
     flags = meta[slot, FLAGS]
-    if not flags & VALID or flags & DRAWABLE or k % stride:
+    if not flags & VALID or flags & DRAWABLE or (stride > 1 and k % stride):
         return num
     if k - np.int64(meta[slot, HISTORY]) < head - T:
         return num
@@ -130,125 +132,126 @@ def _mark(e, k, head, T, N, stride, meta, size, changed, num):
 
 
 @compiled
-def _complete(e, k, T, N, span, stride, meta, size, changed, num):
+def _complete(k, slot, T, N, span, stride, meta, size, changed, num):
     """Row `k` was written (or made a reset row): which rows before it are complete now?"""
-    if meta[(k % T) * N + e, FLAGS] & VALID:
-        if k >= span:
-            num = _mark(e, k - span, k + 1, T, N, stride, meta, size, changed, num)
-        return num
+    whole = (meta[slot, FLAGS] & VALID) != 0
     for j in range(1, min(span, k) + 1):
-        r = k - j
-        if not meta[(r % T) * N + e, FLAGS] & VALID:
+        slot -= N
+        if slot < 0:
+            slot += meta.shape[0]
+        if whole and j < span:
+            continue  # complete with `span` rows after it, or at an end
+        if not meta[slot, FLAGS] & VALID:
             break
-        num = _mark(e, r, k + 1, T, N, stride, meta, size, changed, num)
+        num = _mark(k - j, slot, k + 1, T, stride, meta, size, changed, num)
     return num
 
 
 @compiled
-def _free(e, k, T, N, depth, meta, size, changed, num):
+def _free(k, slot, T, N, depth, meta, size, changed, num):
     """Row `k` takes the slot of row `k - T`: that row, and those whose stack reaches it, go."""
     for j in range(min(depth, T)):
-        r = k - T + j
-        if r < 0 or r >= k:
-            continue
-        slot = (r % T) * N + e
-        if meta[slot, FLAGS] & DRAWABLE and np.int64(meta[slot, HISTORY]) >= j:
-            meta[slot, FLAGS] -= np.uint32(DRAWABLE)
-            size[0] -= 1
-            changed[num] = slot
-            num += 1
+        if k - T + j >= 0 and meta[slot, FLAGS] & DRAWABLE:
+            if np.int64(meta[slot, HISTORY]) >= j:
+                meta[slot, FLAGS] -= np.uint32(DRAWABLE)
+                size[0] -= 1
+                changed[num] = slot
+                num += 1
+        slot += N
+        if slot >= meta.shape[0]:
+            slot -= meta.shape[0]
     return num
 
 
 @compiled
 def append(
-    obs, action, reward, terminated, truncated, valid, env_ids,  # a block [L, n, ...]
+    obs, action, reward, terminated, truncated, valid, env_ids,  # L rows of n environments
     T, depth, span, stride, keep_frames,
-    frames, meta, meta_f, counts, broken, last, size,  # the ring
-    changed, written, rows, which,  # out: slots whose DRAWABLE changed; slots written, from where
+    frames, meta, meta_f, books, last,  # the ring
+    out,  # slots whose DRAWABLE changed; slots written, from which row, with which frame
 ):  # fmt: skip
     """Write a block; returns (changed, written) or (error, environment).
 
-    Slot `written[i]` took frame `which[i]` of the stack of row `rows[i]` of the block.
-
-    obs [L, n, depth * W] and frames [T * N, W] are words. A stack that can go on from the rows
-    before it costs one frame; at the begin of a stream whose first stack is neither that nor
-    filled, its older frames are stored first as rows that only carry them.
+    obs [L * n, ...] and action [L * n, ...] are words, frames [T * N, W] too; `out` [4, ...]
+    says what was done: the frame `out[3, i]` of row `out[2, i]` of the block went to slot
+    `out[1, i]`. A stack that can go on from the rows before it costs one frame; at the begin of a
+    stream whose first stack is neither that nor filled, its older frames are stored first, as rows
+    that only carry them.
     """
-    N = counts.shape[0]
-    W = obs.shape[2] // depth
+    counts, broken, size = books[COUNT], books[BROKEN], books[SIZE]
+    N, n, W = counts.shape[0], env_ids.shape[0], frames.shape[1]
+    obs, action = obs.ravel(), action.ravel()  # views of what is contiguous
+    words = action.shape[0] // reward.shape[0]
     older = (depth - 1) * W
+    changed, written, source, which = out[0], out[1], out[2], out[3]
     num_changed, num_written = 0, 0
-    for t in range(obs.shape[0]):
-        for i in range(obs.shape[1]):
-            e = np.int64(env_ids[i])
-            if e < 0 or e >= N:
-                return BAD_ENV, e
-            k = counts[e]
-            before = ((k - 1) % T) * N + e
-            begins = broken[e] != 0
-            follows_reset = not begins and not meta[before, FLAGS] & VALID
-            if not begins and valid[t, i] and meta[before, FLAGS] & (TERMINATED | TRUNCATED):
-                return BAD_START, e
-            history, pads = np.int64(0), 0
-            if depth > 1:
-                stack = obs[t, i]
-                known = np.int64(0) if begins else np.int64(meta[before, HISTORY])
-                if begins or follows_reset or known < depth - 1:
-                    goes_on = not begins and _same_frames(stack, 0, last[e], W, older)
-                    if (begins or follows_reset) and _filled(stack, W, depth):
-                        history = 0
-                    elif goes_on:
-                        history = min(known + 1, depth - 1)
-                    elif begins:
-                        pads, history = depth - 1, depth - 1
-                    else:
-                        return BAD_STACK, e
+    for row in range(reward.shape[0]):
+        e = np.int64(env_ids[row % n])
+        if e < 0 or e >= N:
+            return BAD_ENV, e
+        k = counts[e]
+        slot = (k % T) * N + e
+        before = slot - N if slot >= N else slot - N + meta.shape[0]
+        begins = broken[e] != 0
+        follows_reset = not begins and not meta[before, FLAGS] & VALID
+        if not begins and valid[row] and meta[before, FLAGS] & (TERMINATED | TRUNCATED):
+            return BAD_START, e
+        history, pads, stack = np.int64(0), 0, row * depth * W
+        if depth > 1:
+            known = np.int64(0) if begins else np.int64(meta[before, HISTORY])
+            if begins or follows_reset or known < depth - 1:
+                if (begins or follows_reset) and _filled(obs, stack, W, depth):
+                    history = 0
+                elif begins:
+                    pads, history = depth - 1, depth - 1
+                elif _same_words(obs, stack, last[e], W, older):
+                    history = min(known + 1, depth - 1)
                 else:
-                    history = depth - 1
-            for p in range(pads + 1):
-                num_changed = _free(e, k, T, N, depth, meta, size, changed, num_changed)
-                slot = (k % T) * N + e
-                frame = depth - 1 - (pads - p)
-                if keep_frames:
-                    for w in range(W):
-                        frames[slot, w] = obs[t, i, frame * W + w]
-                real = p == pads
-                flags = np.uint32(0)
-                if real:
-                    if valid[t, i]:
-                        flags |= np.uint32(VALID)
-                    if terminated[t, i]:
-                        flags |= np.uint32(TERMINATED)
-                    if truncated[t, i]:
-                        flags |= np.uint32(TRUNCATED)
-                meta_f[slot, REWARD] = reward[t, i] if real else np.float32(0)
-                meta[slot, FLAGS] = flags
-                meta[slot, HISTORY] = np.uint32(history) if real else np.uint32(p)
-                for w in range(action.shape[2]):
-                    meta[slot, ACTION + w] = action[t, i, w] if real else np.uint32(0)
-                num_changed = _complete(e, k, T, N, span, stride, meta, size, changed, num_changed)
-                written[num_written] = slot
-                rows[num_written] = t * obs.shape[1] + i
-                which[num_written] = frame
-                num_written += 1
-                k += 1
-            counts[e] = k
-            broken[e] = 0
-            # Only where the next row will be compared with this one.
-            if depth > 1 and (not valid[t, i] or history < depth - 1):
-                for w in range(depth * W):
-                    last[e, w] = obs[t, i, w]
+                    return BAD_STACK, e
+            else:
+                history = depth - 1
+        for p in range(pads + 1):
+            num_changed = _free(k, slot, T, N, depth, meta, size, changed, num_changed)
+            frame = depth - 1 - (pads - p)
+            if keep_frames:
+                for w in range(W):
+                    frames[slot, w] = obs[stack + frame * W + w]
+            real = p == pads
+            flags = np.uint32(0)
+            if real:
+                if valid[row]:
+                    flags |= np.uint32(VALID)
+                if terminated[row]:
+                    flags |= np.uint32(TERMINATED)
+                if truncated[row]:
+                    flags |= np.uint32(TRUNCATED)
+            meta_f[slot, REWARD] = reward[row] if real else np.float32(0)
+            meta[slot, FLAGS] = flags
+            meta[slot, HISTORY] = np.uint32(history) if real else np.uint32(p)
+            for w in range(words):
+                meta[slot, ACTION + w] = action[row * words + w] if real else np.uint32(0)
+            num_changed = _complete(k, slot, T, N, span, stride, meta, size, changed, num_changed)
+            written[num_written], source[num_written], which[num_written] = slot, row, frame
+            num_written += 1
+            k += 1
+            slot = slot + N if slot + N < meta.shape[0] else slot + N - meta.shape[0]
+        counts[e] = k
+        broken[e] = 0
+        # Only where the next row will be compared with this one.
+        if depth > 1 and (not valid[row] or history < depth - 1):
+            for w in range(depth * W):
+                last[e, w] = obs[stack + w]
     return num_changed, num_written
 
 
 @compiled
-def cut(env_ids, T, span, stride, meta, counts, broken, size, changed, written):
+def cut(env_ids, T, span, stride, meta, books, out):
     """The next row of these environments does not follow their newest, which loses its outcome.
 
     Returns (changed, written) as `append`.
     """
-    N = counts.shape[0]
+    counts, broken, size = books[COUNT], books[BROKEN], books[SIZE]
+    N, changed, written = counts.shape[0], out[0], out[1]
     num_changed, num_written = 0, 0
     for e in env_ids:
         if broken[e]:
@@ -257,22 +260,22 @@ def cut(env_ids, T, span, stride, meta, counts, broken, size, changed, written):
         k = counts[e] - 1
         slot = (k % T) * N + e
         meta[slot, FLAGS] = np.uint32(0)
-        num_changed = _complete(e, k, T, N, span, stride, meta, size, changed, num_changed)
+        num_changed = _complete(k, slot, T, N, span, stride, meta, size, changed, num_changed)
         written[num_written] = slot
         num_written += 1
     return num_changed, num_written
 
 
 @compiled
-def weigh(written, rows, num_written, given, usual, changed, num_changed, meta, mass, tree,
-          starts):  # fmt: skip
+def weigh(out, num_changed, num_written, given, usual, meta, mass, tree, starts):
     """Give new rows their mass, and the tree that of the rows that can be drawn.
 
-    `given` [L * n] or empty: then all get the `usual` one. Slot
-    `written[i]` came from row `rows[i]` of the block. Overwrites `changed`.
+    `given` [L * n] or empty: then all get the `usual` one; `out` as `append` left it, its first
+    row is overwritten.
     """
+    changed, written, source = out[0], out[1], out[2]
     for i in range(num_written):
-        mass[written[i]] = given[rows[i]] if given.shape[0] else usual
+        mass[written[i]] = given[source[i]] if given.shape[0] else usual
     for i in range(num_changed):
         slot = changed[i]
         tree[slot] = mass[slot] if meta[slot, FLAGS] & DRAWABLE else 0.0
@@ -379,8 +382,24 @@ def set_masses(ids, new, num_rows, meta, counts, mass, tree, starts, slots):
 
 
 @compiled
-def _copy_stack(slot, N, depth, frames, meta, out, b):
-    """The observation in `slot` into `out[b]`, its frame stack rebuilt."""
+def _copy_rows(slots, frames, out):
+    """Rows one by one. Cache lines are asked for a chunk ahead, so that their misses overlap."""
+    width = frames.shape[1]
+    touched = frames[0, 0]
+    for begin in range(0, slots.shape[0], 32):
+        end = min(begin + 32, slots.shape[0])
+        for b in range(begin, end):
+            touched ^= frames[slots[b], 0] ^ frames[slots[b], width - 1]
+        for b in range(begin, end):
+            slot = slots[b]
+            for w in range(width):
+                out[b, w] = frames[slot, w]
+    return touched
+
+
+@compiled
+def _copy_stack(slot, N, depth, frames, meta, out, b, first):
+    """The observation in `slot` into `out[b, first:]`, its frame stack rebuilt."""
     width = frames.shape[1]
     history = np.int64(meta[slot, HISTORY]) if depth > 1 else 0
     for i in range(depth):
@@ -388,7 +407,7 @@ def _copy_stack(slot, N, depth, frames, meta, out, b):
         if source < 0:
             source += frames.shape[0]
         for w in range(width):
-            out[b, i * width + w] = frames[source, w]
+            out[b, first + i * width + w] = frames[source, w]
 
 
 @compiled
@@ -396,31 +415,41 @@ def gather(
     slots, ends, spans, N, depth, gamma, frames, meta, meta_f,
     obs, next_obs, action, reward, discount,
 ):  # fmt: skip
-    """Copy the drawn transitions out: obs and next_obs [B, depth * W], action [B, A] as words."""
-    touched = frames.dtype.type(0)
-    for begin in range(0, slots.shape[0], 64):
-        chunk = range(begin, min(begin + 64, slots.shape[0]))
-        if depth == 1:
-            # Ask for the chunk's cache lines first: their misses overlap.
-            for b in chunk:
-                touched ^= frames[slots[b], 0] ^ frames[slots[b], -1]
-                touched ^= frames[ends[b], 0] ^ frames[ends[b], -1]
-        for b in chunk:
-            slot = slots[b]
-            _copy_stack(slot, N, depth, frames, meta, obs, b)
-            _copy_stack(ends[b], N, depth, frames, meta, next_obs, b)
-            for w in range(action.shape[1]):
-                action[b, w] = meta[slot, ACTION + w]
-            total, factor = 0.0, 1.0
-            for _ in range(spans[b]):
-                total += factor * meta_f[slot, REWARD]
-                factor *= gamma
-                terminated = meta[slot, FLAGS] & TERMINATED
-                slot += N
-                if slot >= meta.shape[0]:
-                    slot -= meta.shape[0]
-            reward[b] = total
-            discount[b] = 0.0 if terminated else factor
+    """Copy the drawn transitions out: obs and next_obs [B, depth * W], action [B, A] as words.
+
+    Where next_obs is empty, obs is [B, (depth + 1) * W]: one step on, a stack shares all but one
+    frame with the one before. What is returned only keeps the compiler from dropping the loads
+    that ask ahead.
+    """
+    touched, width = frames[0, 0], frames.shape[1]
+    if depth == 1:
+        touched ^= _copy_rows(slots, frames, obs) ^ _copy_rows(ends, frames, next_obs)
+    elif next_obs.shape[0]:
+        for b in range(slots.shape[0]):
+            _copy_stack(slots[b], N, depth, frames, meta, obs, b, 0)
+            _copy_stack(ends[b], N, depth, frames, meta, next_obs, b, 0)
+    else:
+        for b in range(slots.shape[0]):
+            oldest = slots[b] - np.int64(meta[slots[b], HISTORY]) * N
+            if oldest < 0:
+                oldest += frames.shape[0]
+            for w in range(width):
+                obs[b, w] = frames[oldest, w]
+            _copy_stack(ends[b], N, depth, frames, meta, obs, b, width)
+    for b in range(slots.shape[0]):
+        slot = slots[b]
+        for w in range(action.shape[1]):
+            action[b, w] = meta[slot, ACTION + w]
+        total, factor, last = 0.0, 1.0, slot
+        for _ in range(spans[b]):
+            total += factor * meta_f[slot, REWARD]
+            factor *= gamma
+            last = slot
+            slot += N
+            if slot >= meta.shape[0]:
+                slot -= meta.shape[0]
+        reward[b] = total
+        discount[b] = 0.0 if meta[last, FLAGS] & TERMINATED else factor
     return touched
 
 
@@ -431,7 +460,7 @@ def gather_sequences(
     """Copy sequences out, time-major: obs [L + 1, B, ...], the rest [L, B]; zeros after an end."""
     for b in range(slots.shape[0]):
         slot, alive = slots[b], True
-        _copy_stack(slot, N, depth, frames, meta, obs[0], b)
+        _copy_stack(slot, N, depth, frames, meta, obs[0], b, 0)
         for t in range(mask.shape[0]):
             flags = meta[slot, FLAGS]
             following = slot + N
@@ -440,7 +469,7 @@ def gather_sequences(
             alive = alive and (flags & VALID) != 0
             mask[t, b] = 1.0 if alive else 0.0
             if alive:
-                _copy_stack(following, N, depth, frames, meta, obs[t + 1], b)
+                _copy_stack(following, N, depth, frames, meta, obs[t + 1], b, 0)
                 for w in range(action.shape[2]):
                     action[t, b, w] = meta[slot, ACTION + w]
                 reward[t, b] = meta_f[slot, REWARD]

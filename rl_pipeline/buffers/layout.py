@@ -54,7 +54,7 @@ class Layout:
         """Bytes of everything else."""
         small = self.capacity * 4 * (META_WORDS + self.action_words)
         small += self.rows // self.stride * self.num_envs * self.state_bytes
-        small += self.num_envs * (9 + self.depth * self.frame_bytes * (self.depth > 1))
+        small += self.num_envs * (24 + self.depth * self.frame_bytes * (self.depth > 1))
         if self.prioritized:
             small += 8 * (self.capacity + tree_size(tree_starts(self.capacity, self.fanout)))
         return small

@@ -24,6 +24,7 @@ class MemmapReplay(Replay):
     drawn (`lost`). Raises ValueError where another process owns the folder, or it does not fit.
     """
 
+    _announces = True
     lost: int = 0
     """Transitions of the restored checkpoint whose observations had been overwritten since."""
 

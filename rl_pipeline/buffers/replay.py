@@ -45,6 +45,8 @@ class Replay(Ring):
             for name, shape in self._state_shapes.items()
         }
 
+        self._stores = bool(self._states) or plan.prioritized
+
     def _allocate_frames(self, shape: tuple[int, int]) -> np.ndarray:
         layout.refuse_if_too_large(self.layout, layout.available_memory(), "of memory")
         return np.zeros(shape, self._word)
@@ -52,7 +54,7 @@ class Replay(Ring):
     @property
     def nbytes(self) -> int:
         """Bytes of storage."""
-        arrays = (self._frames, self._meta, self._counts, self._broken, self._last, self._mass)
+        arrays = (self._frames, self._meta, self._books, self._last, self._mass)
         return sum(a.nbytes for a in (*arrays, self._tree, *self._states.values()))
 
     def _store(
@@ -60,18 +62,18 @@ class Replay(Ring):
         obs: np.ndarray | None,
         given: np.ndarray,
         extras: Mapping[str, Tensor],
-        reported: tuple[np.ndarray, ...],
+        reported: np.ndarray,
         num_changed: int,
         num_written: int,
     ) -> None:
-        changed, written, source, which = reported
         if self._states and obs is not None:
-            self._keep_states(written[:num_written], source, which, extras)
+            _, written, source, which = reported[:, :num_written]
+            self._keep_states(written, source, which, extras)
         if self._priorities is not None:
             usual = self._max_priority**self._priorities.alpha
             kernels.weigh(
-                written, source, num_written if obs is not None else 0, given, usual, changed,
-                num_changed, self._meta, self._mass, self._tree, self._starts,
+                reported, num_changed, num_written if obs is not None else 0, given, usual,
+                self._meta, self._mass, self._tree, self._starts,
             )  # fmt: skip
 
     def _keep_states(
@@ -82,13 +84,13 @@ class Replay(Ring):
         extras: Mapping[str, Tensor],
     ) -> None:
         """Store the states that rows at the begin of a sequence came with."""
-        plan, num = self.layout, len(written)
+        plan = self.layout
         time = written // plan.num_envs
-        begins = (time % plan.stride == 0) & (which[:num] == plan.depth - 1)
+        begins = (time % plan.stride == 0) & (which == plan.depth - 1)
         place = (time[begins] // plan.stride, written[begins] % plan.num_envs)
         for name, state in self._states.items():
             given = extras[name].detach().cpu().numpy().reshape(-1, *state.shape[2:])
-            state[place] = given[source[:num][begins]]
+            state[place] = given[source[begins]]
 
     # -- drawing -----------------------------------------------------------------------------
 
@@ -133,12 +135,17 @@ class Replay(Ring):
             )  # fmt: skip
         return self._deliver(draw, room)
 
+    @property
+    def _shares_frames(self) -> bool:
+        """One step on, a stack has all but one frame in common with the one before."""
+        return self.layout.depth > 1 and self.n_step == 1
+
     def _room(self, size: int) -> tuple[np.ndarray, ...]:
         """Where a batch is put together: obs, next_obs, action (words), reward, discount."""
-        words = self._words * self.layout.depth
+        words, shares = self._words * self.layout.depth, self._shares_frames
         return (
-            np.empty((size, words), self._word),
-            np.empty((size, words), self._word),
+            np.empty((size, words + self._words * shares), self._word),
+            np.empty((0 if shares else size, words), self._word),
             np.empty((size, self.layout.action_words), np.uint32),
             *np.empty((2, size), np.float32),
         )
@@ -147,13 +154,19 @@ class Replay(Ring):
         """The same memory as tensors."""
         obs, next_obs, action, reward, discount = room
         tensor, dtype, size = torch.from_numpy, self.spec.obs_dtype, len(draw.ids)
-        shape = (size, *self.spec.obs_shape)
+        if self._shares_frames:
+            frames = tensor(obs.view(dtype).reshape(size, -1, *self.spec.obs_shape[1:]))
+            seen, following = frames[:, :-1], frames[:, 1:]
+        else:
+            shape = (size, *self.spec.obs_shape)
+            seen = tensor(obs.view(dtype).reshape(shape))
+            following = tensor(next_obs.view(dtype).reshape(shape))
         return Batch(
-            obs=tensor(obs.view(dtype).reshape(shape)),
+            obs=seen,
             action=tensor(action.view(self._action_dtype).reshape(size, *self._action_shape)),
             reward=tensor(reward),
             discount=tensor(discount),
-            next_obs=tensor(next_obs.view(dtype).reshape(shape)),
+            next_obs=following,
             weight=tensor(draw.weight),
             ids=draw.ids,
         )

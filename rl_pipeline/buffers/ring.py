@@ -94,6 +94,10 @@ class Ring(ABC):
     """The kernel that keeps the books also writes the frames."""
     _fanout = layout.FANOUT
     """Children of a node of the sum tree."""
+    _announces = False
+    """`_announce` has something to do."""
+    _stores = True
+    """`_store` has something to do."""
     _always_weighs = False
     """Uniform draws use the sum tree too."""
 
@@ -132,6 +136,11 @@ class Ring(ABC):
         self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
         self._allocate_books()
         self._allocate()
+        # Put together once: at a few microseconds an `add` every look-up shows.
+        plan = self.layout
+        self._how = (plan.rows, plan.depth, self._span, plan.stride, self._keeps_frames)
+        self._what = (self._frames, self._meta, self._meta_f, self._books, self._last)
+        self._room_for = 0
 
     def _allocate_books(self) -> None:
         plan, box = self.layout, self.spec.action
@@ -144,14 +153,14 @@ class Ring(ABC):
         self._frames = np.zeros((0, self._words), self._word)
         self._meta = np.zeros((plan.capacity, layout.META_WORDS + plan.action_words), np.uint32)
         self._meta_f = self._meta.view(np.float32)
-        self._counts = np.zeros(plan.num_envs, np.int64)
-        self._broken = np.ones(plan.num_envs, np.uint8)
+        self._books = np.zeros((3, plan.num_envs), np.int64)
+        self._counts, self._broken, self._size = self._books
+        self._broken[:] = 1
         words = self._words * plan.depth * (plan.depth > 1)
         self._last = np.zeros((plan.num_envs, words), self._word)
-        self._size = np.zeros(1, np.int64)
         self._max_priority: Any = 1.0  # a tensor where priorities are on a device
         self._starts = layout.tree_starts(plan.capacity, plan.fanout)
-        self._scratch: tuple[np.ndarray, ...] = (np.zeros(0, np.int64),) * 4
+        self._reported = np.empty((4, 0), np.int64)
 
     @abstractmethod
     def _allocate(self) -> None:
@@ -179,10 +188,7 @@ class Ring(ABC):
         self, obs: np.ndarray, action: np.ndarray, extras: Mapping[str, Tensor], step: Step
     ) -> None:
         """Store the next row of the step's environments; see `types.ReplayBuffer.add`."""
-        self._append(
-            obs[None], action[None], step.reward[None], step.terminated[None],
-            step.truncated[None], step.valid[None], step.env_ids, None, extras,
-        )  # fmt: skip
+        self._append(obs, action, step, None, extras)
 
     def add_fragment(
         self,
@@ -211,9 +217,12 @@ class Ring(ABC):
                 raise ValueError("priorities have no effect on buffer=uniform")
             given = self._priorities.checked(priorities)
         self._append(
-            obs, action, steps.reward, steps.terminated, steps.truncated, steps.valid,
-            steps.env_ids, given, extras or {},
-        )  # fmt: skip
+            obs.reshape(-1, *obs.shape[2:]),
+            action.reshape(-1, *action.shape[2:]),
+            Step._make([steps.obs, *(x.reshape(-1) for x in steps[1:-1]), steps.env_ids]),
+            given,
+            {name: x.reshape(-1, *x.shape[2:]) for name, x in (extras or {}).items()},
+        )
 
     def cut(self, env_ids: np.ndarray | None = None) -> None:
         """Say that the next row of these environments (all) does not follow their newest.
@@ -225,8 +234,8 @@ class Ring(ABC):
             ids = np.arange(self.layout.num_envs) if env_ids is None else env_ids.astype(np.int64)
             outputs = self._outputs(len(ids))
             num_changed, num_written = kernels.cut(
-                ids, self.layout.rows, self._span, self.layout.stride, self._meta, self._counts,
-                self._broken, self._size, *outputs[:2],
+                ids, self.layout.rows, self._span, self.layout.stride, self._meta, self._books,
+                outputs,
             )  # fmt: skip
             self._store(None, NO_PRIORITIES, {}, outputs, num_changed, num_written)
 
@@ -234,35 +243,31 @@ class Ring(ABC):
         self,
         obs: np.ndarray,
         action: np.ndarray,
-        reward: np.ndarray,
-        terminated: np.ndarray,
-        truncated: np.ndarray,
-        valid: np.ndarray,
-        env_ids: np.ndarray,
+        step: Step,
         priorities: np.ndarray | None,
         extras: Mapping[str, Tensor],
     ) -> None:
-        rows = (len(obs), len(env_ids))
-        if obs.dtype != self.spec.obs_dtype or obs.shape != (*rows, *self.spec.obs_shape):
+        """L rows of n environments, all but `step.env_ids` [n] as [L * n, ...]."""
+        spec, rows = self.spec, len(step.reward)
+        if obs.dtype != spec.obs_dtype or obs.shape[1:] != spec.obs_shape or len(obs) != rows:
             raise ValueError(
-                f"observations {obs.dtype} {obs.shape} do not fit {self.spec.id}'s "
-                f"{self.spec.obs_dtype} {(*rows, *self.spec.obs_shape)}"
+                f"observations {obs.dtype} {obs.shape} do not fit {spec.id}'s {spec.obs_dtype} "
+                f"{(rows, *spec.obs_shape)}"
             )
-        if extras.keys() != self._state_shapes.keys():
-            raise ValueError(
-                f"extras {sorted(extras)} given, {sorted(self._state_shapes)} are stored"
-            )
-        plan = self.layout
-        action = np.ascontiguousarray(action, self._action_dtype).reshape(*rows, -1)
+        if len(action) != rows or action.shape[1:] != self._action_shape:
+            raise ValueError(f"actions {action.shape} do not fit {(rows, *self._action_shape)}")
+        if (extras or self._state_shapes) and extras.keys() != self._state_shapes.keys():
+            raise ValueError(f"extras {sorted(extras)} given, {sorted(self._state_shapes)} stored")
+        if action.dtype != self._action_dtype or not action.flags.c_contiguous:
+            action = np.ascontiguousarray(action, self._action_dtype)
         with self.lock:
-            outputs = self._outputs(rows[0] * rows[1])
-            self._announce(env_ids, rows[0])
+            outputs = self._outputs(rows) if rows > self._room_for else self._reported
+            if self._announces:
+                self._announce(step.env_ids, rows)
             num_changed, num_written = kernels.append(
-                np.ascontiguousarray(obs).reshape(*rows, -1).view(self._word),
-                action.view(np.uint32), reward, terminated, truncated, valid, env_ids,
-                plan.rows, plan.depth, self._span, plan.stride, self._keeps_frames,
-                self._frames, self._meta, self._meta_f, self._counts, self._broken, self._last,
-                self._size, *outputs,
+                obs.ravel().view(self._word), action.view(np.uint32), step.reward,
+                step.terminated, step.truncated, step.valid, step.env_ids,
+                *self._how, *self._what, outputs,
             )  # fmt: skip
             if num_changed < 0:
                 raise self._refusal(num_changed, num_written)
@@ -270,7 +275,8 @@ class Ring(ABC):
             if priorities is not None and self._priorities is not None:
                 given = priorities**self._priorities.alpha
                 self._raise_largest(priorities)
-            self._store(obs, given, extras, outputs, num_changed, num_written)
+            if self._stores:
+                self._store(obs, given, extras, outputs, num_changed, num_written)
 
     def _announce(self, env_ids: np.ndarray, rows: int) -> None:  # noqa: B027, for memmap
         """Up to `rows` observations of these environments are about to be written."""
@@ -285,26 +291,24 @@ class Ring(ABC):
         obs: np.ndarray | None,
         given: np.ndarray,
         extras: Mapping[str, Tensor],
-        reported: tuple[np.ndarray, ...],
+        reported: np.ndarray,
         num_changed: int,
         num_written: int,
     ) -> None:
-        """Carry out what the books say, after a block `obs` [L, n, ...] or a cut (None).
+        """Carry out what the books say, after a block `obs` [L * n, ...] or a cut (None).
 
-        `reported` are changed, written, source, which, see `kernels.append`; `given` [L * n] are
+        `reported` is what `kernels.append` said; `given` [L * n] are
         masses of the rows, or empty: then all get that of the largest priority.
         """
 
-    def _outputs(self, rows: int) -> tuple[np.ndarray, ...]:
-        """Room for what the kernels report: changed, written, source, which."""
+    def _outputs(self, rows: int) -> np.ndarray:
+        """Room for what the kernels report, see `kernels.append`."""
         # Each row may need the older frames of its stack; each written one may change the rows
         # whose stacks reach into its slot, and those it completes.
-        written = rows * self.layout.depth
-        changed = written * (self.layout.depth + self._span)
-        if len(self._scratch[0]) < changed:
-            sizes = (changed, written, written, written)
-            self._scratch = tuple(np.empty(size, np.int64) for size in sizes)
-        return self._scratch
+        if rows > self._room_for:
+            most = rows * self.layout.depth * (self.layout.depth + self._span)
+            self._reported, self._room_for = np.empty((4, most), np.int64), rows
+        return self._reported
 
     def _refusal(self, code: int, env: int) -> ValueError:
         if code == kernels.BAD_ENV:

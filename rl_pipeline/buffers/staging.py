@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -89,7 +90,7 @@ class StagedReplay(Replay):
         obs, next_obs, action, reward, discount, _ = (x.numpy() for x in place)
         return (
             obs.reshape(size, -1).view(self._word),
-            next_obs.reshape(size, -1).view(self._word),
+            next_obs.reshape(len(next_obs), math.prod(self.spec.obs_shape)).view(self._word),
             action.reshape(size, -1).view(np.uint32),
             reward,
             discount,
@@ -97,10 +98,12 @@ class StagedReplay(Replay):
 
     def _pin(self, size: int) -> list[Tensor]:
         dtype = torch.from_numpy(np.empty(0, self.spec.obs_dtype)).dtype
-        obs = ((size, *self.spec.obs_shape), dtype)
+        depth, *rest = self.spec.obs_shape
+        obs = ((size, depth + self._shares_frames, *rest), dtype)
+        next_obs = ((0 if self._shares_frames else size, depth, *rest), dtype)
         action = ((size, *self._action_shape), torch.float32 if self._box else torch.int64)
         number = ((size,), torch.float32)
-        wanted = (obs, obs, action, number, number, number)
+        wanted = (obs, next_obs, action, number, number, number)
         return [self._transfer.pin(shape, dtype) for shape, dtype in wanted]
 
     def _deliver(self, draw: Draw, room: tuple[np.ndarray, ...]) -> Batch:
@@ -108,4 +111,6 @@ class StagedReplay(Replay):
         place[-1].copy_(torch.from_numpy(draw.weight))
         copies, self._arrived[self._next] = self._transfer.start(place)
         obs, next_obs, action, reward, discount, weight = copies
+        if self._shares_frames:
+            obs, next_obs = obs[:, :-1], obs[:, 1:]
         return Batch(obs, action, reward, discount, next_obs, weight, draw.ids)

@@ -13,6 +13,12 @@ _ENVPOOL = {"envpool", "envpool_async"}
 KNOWN: tuple[tuple[str, set[str], str], ...] = (
     (r"ALE/.*", _ENVPOOL, "EnvPool 1.2 carries ALE 0.11.2, the others run the installed ale-py"),
     (
+        r"ALE/.*",
+        {"gymnasium_native"},
+        "gymnasium_native (ALE's own vector form) fills a new episode's frame stack with black, "
+        "the others with its first frame; it draws about one no-op less",
+    ),
+    (
         r"CartPole-.*",
         {"gymnasium_native"},
         "one random generator serves all environments of gymnasium_native",

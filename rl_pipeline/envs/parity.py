@@ -25,7 +25,7 @@ class Sample:
     """What one backend shows of a task under a uniformly random policy."""
 
     facts: dict[str, str]
-    """Properties that are either equal or not, as measured."""
+    """Properties that are either equal or not, as measured; absent where the games did not tell."""
     starts: np.ndarray
     """First observations of episodes, [S, ...]."""
     lengths: np.ndarray
@@ -72,8 +72,8 @@ def sample(make: Make, env: EnvSettings, games: int, starts: int, num_envs: int 
 
 def compare(reference: Sample, other: Sample) -> Verdict:
     """Facts by equality; first observations, lengths and returns by two-sample tests."""
-    keys = sorted(reference.facts.keys() | other.facts.keys())
-    verdict = Verdict([k for k in keys if reference.facts.get(k) != other.facts.get(k)])
+    told = [key for key in reference.facts if key in other.facts]
+    verdict = Verdict([key for key in told if reference.facts[key] != other.facts[key]])
     verdict.p_values = {
         "starts": _starts_p(reference.starts, other.starts),
         "length": _ks(reference.lengths, other.lengths),
@@ -109,8 +109,9 @@ def _play(envs: VecEnv, share: int) -> tuple[np.ndarray, np.ndarray, dict[str, s
         "frame skip": str(spec.frame_skip),
         "time limit": str(spec.max_episode_steps),
         "life ends episode": "yes" if ends > games else "no",
-        "reward clipped": "rewards are signs" if signs and plain else "yes" if signs else "no",
     }
+    if not (signs and plain):  # else every reward was a sign to begin with
+        facts["reward clipped"] = "yes" if signs else "no"
     return np.array(lengths), np.array(returns), facts
 
 

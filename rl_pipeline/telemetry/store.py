@@ -1,22 +1,47 @@
-"""MLflow's client as the tracking child uses it; only the child imports mlflow, from here."""
+"""MLflow's client; the tracking child and `compare` import mlflow from here only."""
 
 from __future__ import annotations
 
 import getpass
+import json
 import logging
+import os
 import re
+import socket
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock
 
+from rl_pipeline.telemetry import views
 from rl_pipeline.telemetry.tail import store_name
 
 PARAM_CHARS, TAG_CHARS, PARAMS_PER_CALL = 6000, 5000, 100
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+
+
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_CONFIGURE_LOGGING": "false",
+    # The writer's loop retries by itself, without end and with a state that others can read.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+}
+
+
+def quiet() -> None:
+    """Call before mlflow is imported: no telemetry, no log lines, no waiting of its own."""
+    os.environ.update({**_ENVIRONMENT, **os.environ})
+    warnings.simplefilter("ignore")
+    for name in ("mlflow", "alembic", "urllib3", "py.warnings"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class Store:
@@ -25,8 +50,7 @@ class Store:
     def __init__(self, uri: str) -> None:
         from mlflow.tracking.client import MlflowClient
 
-        for name in ("mlflow", "alembic", "urllib3", "py.warnings"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        quiet()
         self.calls = 0
         self._lock: Any = nullcontext()
         if uri.startswith("sqlite"):
@@ -57,6 +81,7 @@ class Store:
                 try:
                     # The UI then opens the experiment on its training runs, not on GenAI pages.
                     tags = {"mlflow.experimentKind": "custom_model_development"}
+                    tags[views.TAG + views.KEY] = views.view_state(views.TRAINING_RUNS)
                     return str(self.client.create_experiment(name, location, tags))
                 except MlflowException:
                     # Another machine was faster: a server knows no lock of ours.
@@ -113,6 +138,15 @@ class Store:
             return one_line(error)
         return None
 
+    def log_final(self, run_id: str, values: Mapping[str, float], time_ms: int) -> None:
+        """Log what the run came to as `result/*`, on the axis of its env steps."""
+        from mlflow.entities import Metric
+
+        step = int(values.get("env_steps", 0))
+        metrics = [Metric(f"result/{k}", v, time_ms, step) for k, v in values.items()]
+        if metrics:
+            self.log(run_id, metrics=metrics)
+
     def reopen(self, run_id: str) -> bool:
         """Set the run RUNNING again; False if the store does not have it (any more)."""
         from mlflow.exceptions import MlflowException
@@ -125,6 +159,28 @@ class Store:
             raise
         return True
 
+    def search(self, condition: str, experiments: list[str] | None = None) -> list[Any]:
+        """All runs that meet a condition, over all experiments if none are given."""
+        if experiments is None:
+            experiments = [e.experiment_id for e in self.client.search_experiments()]
+        found: list[Any] = []
+        token = None
+        while True:
+            page = self.client.search_runs(
+                experiments, condition, max_results=1000, page_token=token
+            )
+            found += page
+            token = page.token
+            if not token:
+                return found
+
+    def end_dead_studies(self) -> None:
+        """Mark studies as killed whose sweep died on this machine without a chance to say so."""
+        for run in self.search("tags.kind = 'study' and attributes.status = 'RUNNING'"):
+            host, pid, started = json.loads(run.data.tags.get("process", '["", 0, 0]'))
+            if host == socket.gethostname() and not alive(host, pid, started):
+                self.end(run.info.run_id, "killed", time.time(), {"reason": "the sweep died"})
+
     def end(self, run_id: str, status: object, end_s: float, tags: Mapping[str, str]) -> str:
         """Set the run's last tags and its final status; returns the latter."""
         for key, value in tags.items():
@@ -132,6 +188,16 @@ class Store:
         final = _STATUS.get(str(status), "FAILED")
         self.client.set_terminated(run_id, final, int(end_s * 1000))
         return final
+
+
+def alive(host: str, pid: int, started: float) -> bool:
+    """Whether a process runs, on this machine."""
+    try:
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - started) < 1
+        return same and process.status() != "zombie" and host == socket.gethostname()
+    except psutil.Error:
+        return False
 
 
 def trouble_kinds() -> tuple[type[BaseException], ...]:

@@ -79,6 +79,21 @@ def resolve(
     return uri, experiment, None
 
 
+def check_driver(uri: str) -> None:
+    """Raise ValueError if the package that talks to this database is not installed."""
+    if not uri.startswith(("postgresql", "mysql", "mssql")):
+        return
+    from sqlalchemy.engine import make_url
+
+    try:
+        make_url(uri).get_dialect().import_dbapi()
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{redact(uri)} needs the package {error.name}; for PostgreSQL: "
+            "pip install 'rl_pipeline[postgres]'"
+        ) from None
+
+
 def redact(uri: str) -> str:
     """`uri` without its password, for everything that is shown or published."""
     password = urlsplit(uri).password
@@ -124,6 +139,7 @@ class Tracker:
             "flush_s": settings.flush_s,
             "drain_s": drain_s,
             "system_metrics": settings.system_metrics,
+            "max_artifact_bytes": settings.max_artifact_bytes,
         }
 
     def start(self) -> None:
@@ -203,29 +219,36 @@ class Tracker:
 
 
 def create_parent(
-    settings: TrackingSettings, name: str, tags: Mapping[str, str], params: Params, cwd: Path
-) -> dict[str, str] | None:
-    """Create the parent run of a sweep: {run_id, experiment_id, uri}, or None with a warning."""
+    settings: TrackingSettings, name: str, tags: Mapping[str, str], params: Params, cwd: Path,
+    known: str | None = None,
+) -> dict[str, str] | None:  # fmt: skip
+    """Create the parent run of a sweep: {run_id, experiment_id, uri}, or None with a warning.
+
+    `known` is the run id of an earlier session of the same sweep, which goes on in that run.
+    """
     request = _request(settings, name, tags, params, cwd) | {"started": time.time()}
+    request["known"] = known
     return _ask_writer("--create-parent", request)
 
 
 def end_parent(
     ref: Mapping[str, str],
-    status: str = "finished",
+    status: str | None = "finished",
     artifacts: list[Path] | None = None,
     metrics: Mapping[str, float] | None = None,
     tags: Mapping[str, str] | None = None,
+    artifact_path: str | None = None,
 ) -> bool:
     """End the run that `create_parent` made; False (and a warning) if the store was in trouble.
 
-    `status` is finished, failed or killed, as in result.json.
+    `status` is finished, failed or killed, as in result.json; None leaves it as it is.
     """
     request = {
         "uri": ref["uri"],
         "run_id": ref["run_id"],
         "status": status,
         "artifacts": [str(Path(path).absolute()) for path in artifacts or []],
+        "artifact_path": artifact_path,
         "metrics": dict(metrics or {}),
         "tags": dict(tags or {}),
     }

@@ -13,31 +13,20 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 from filelock import FileLock, Timeout
 
-from rl_pipeline.telemetry.store import TAG_CHARS, Store, one_line, say, trouble_kinds
+from rl_pipeline.telemetry import views
+from rl_pipeline.telemetry.final import final_metrics, machine_of
+from rl_pipeline.telemetry.store import TAG_CHARS, Store, alive, one_line, quiet, say, trouble_kinds
 from rl_pipeline.telemetry.tail import LARGEST, Batch, Tail, store_name
 from rl_pipeline.telemetry.tracker import REQUEST_FILE, STATE_FILE, read_json, redact, write_json
-
-_ENVIRONMENT = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "DO_NOT_TRACK": "true",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_CONFIGURE_LOGGING": "false",
-    # The loop below retries by itself, without end and with a state that others can read.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-}
 
 
 class Shipper:
@@ -158,10 +147,24 @@ class Shipper:
         end_s = last_words.stat().st_mtime if last_words.exists() else time.time()
         result = result or died
         tags = {"reason": str(result["reason"])} if result.get("reason") else {}
+        tags |= {"machine": machine_of(result)} | self._ship_model(run_id)
+        self._store.log_final(run_id, final_metrics(result), int(end_s * 1000))
         self._stop_monitor()
         status = self._store.end(run_id, result.get("status"), end_s, tags)
         self._state |= {"status": status, "finished": True}
         self._publish()
+
+    def _ship_model(self, run_id: str) -> dict[str, str]:
+        """The best checkpoint as an artifact; a tag that says so where it is too large for one."""
+        best, limit = self._dir / "checkpoints" / "best.pt", self._request["max_artifact_bytes"]
+        if not best.exists() or not limit:
+            return {}
+        assert self._store is not None
+        size = best.stat().st_size
+        if size > limit:
+            return {"model_not_logged": f"{size:,} bytes, tracking.max_artifact_bytes={limit:,}"}
+        self._store.client.log_artifact(run_id, str(best), "model")
+        return {}
 
     def _result(self) -> dict[str, Any]:
         """This session's result.json; {} before it is written."""
@@ -179,7 +182,7 @@ class Shipper:
             over = bool(select.select([sys.stdin], [], [], seconds)[0])
         else:
             over = bool(self._result())
-        over = over or not _alive(self._request)
+        over = over or not alive(*(self._request[k] for k in ("host", "pid", "pid_started")))
         if over:
             self._ended, self._deadline = True, time.monotonic() + self._request["drain_s"]
         elif not self._follow:
@@ -218,16 +221,21 @@ class Shipper:
 
 
 def create_parent(request: Mapping[str, Any]) -> dict[str, str]:
-    """Create a sweep's run: {run_id, experiment_id, uri}."""
+    """Create a sweep's run, or go on in the one it has: {run_id, experiment_id, uri}."""
     store = Store(request["uri"])
     experiment_id = store.experiment_id(request["experiment"], request["artifact_root"])
-    run_id = store.run_id(experiment_id, request)
+    store.end_dead_studies()
+    known = request["known"]
+    run_id = known if known and store.reopen(known) else store.run_id(experiment_id, request)
     store.describe(run_id, request)
+    groups = views.grouping(request["params"].get("varied", ""))
+    view = views.view_state(views.jobs_of(run_id), groups)
+    store.client.set_experiment_tag(experiment_id, views.TAG + run_id, view)
     return {"run_id": run_id, "experiment_id": experiment_id, "uri": request["uri"]}
 
 
 def end_run(request: Mapping[str, Any]) -> dict[str, str]:
-    """Log the last metrics and artifacts of a sweep's run and end it."""
+    """Log the last metrics, tags and artifacts of a sweep's run; end it, if `status` says how."""
     from mlflow.entities import Metric
 
     store, run_id, now_ms = Store(request["uri"]), request["run_id"], int(time.time() * 1000)
@@ -236,8 +244,11 @@ def end_run(request: Mapping[str, Any]) -> dict[str, str]:
     if metrics:
         store.client.log_batch(run_id, metrics=metrics)
     for path in request["artifacts"]:
-        store.client.log_artifact(run_id, path)
-    store.end(run_id, request["status"], time.time(), request["tags"])
+        store.client.log_artifact(run_id, path, request["artifact_path"])
+    for key, value in request["tags"].items():
+        store.client.set_tag(run_id, key, str(value)[:TAG_CHARS])
+    if request["status"]:
+        store.end(run_id, request["status"], time.time(), {})
     return {"run_id": run_id}
 
 
@@ -251,8 +262,7 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)
-    os.environ.update({**_ENVIRONMENT, **os.environ})
-    warnings.simplefilter("ignore")
+    quiet()
     if options.create_parent or options.end_run:
         answer = create_parent if options.create_parent else end_run
         try:
@@ -273,16 +283,6 @@ def main() -> int:
         return 4
     with lock:
         return Shipper(run_dir, options.follow).run()
-
-
-def _alive(request: Mapping[str, Any]) -> bool:
-    """Whether the training process runs, on this machine."""
-    try:
-        process = psutil.Process(request["pid"])
-        same = abs(process.create_time() - request["pid_started"]) < 1
-        return same and process.status() != "zombie" and request["host"] == socket.gethostname()
-    except psutil.Error:
-        return False
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""Plain `key=value` command lines of the doors that are no Hydra apps."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from omegaconf import OmegaConf
+from pydantic import ValidationError
+
+from rl_pipeline.config import near
+from rl_pipeline.settings import ConfigError, Frozen
+
+
+def usage(model: type[Frozen]) -> str:
+    """One argument per line."""
+    lines = [
+        f"  {name + '=':11} {' '.join((field.description or '').split())}"
+        for name, field in model.model_fields.items()
+    ]
+    return "\n".join(lines)
+
+
+Model = TypeVar("Model", bound=Frozen)
+
+
+def parse(model: type[Model], argv: list[str]) -> Model:
+    """Checked arguments; raises ConfigError naming bad keys with the nearest valid ones."""
+    valid = list(model.model_fields)
+    values = {}
+    for argument in argv:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise ConfigError(f"{argument} is no key=value; --help lists the arguments")
+        if key not in valid:
+            raise ConfigError(f"{key} is no argument here{near(key, valid)}")
+        # As Hydra reads numbers and null; the rest stays the text it is.
+        values[key] = OmegaConf.from_dotlist([f"value={value}"])["value"]
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            (f"{e['loc'][0]}={e['input']}: " if e["loc"] else "")
+            + e["msg"].removeprefix("Value error, ")
+            for e in error.errors()
+        ]
+        raise ConfigError("\n".join(lines)) from None

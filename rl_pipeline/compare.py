@@ -1,0 +1,134 @@
+"""The door: `python -m rl_pipeline.compare study=<name or id> by=backend,precision`.
+
+Reads any MLflow store (or a multirun folder), says which choice won, by how much, and whether
+learning suffered; writes the tables and the page, and logs them to the study's parent run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, model_validator
+
+from rl_pipeline import cli
+from rl_pipeline.config import near, refusing
+from rl_pipeline.settings import ConfigError, Float, Frozen, PositiveFloat
+
+
+def _names(value: Any) -> Any:
+    return [v.strip() for v in value.split(",") if v.strip()] if isinstance(value, str) else value
+
+
+def levels(value: Any) -> Any:
+    """`backend=gymnasium,precision=fp32` as a dict; raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",")]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError("give settings, e.g. baseline=backend=gymnasium")
+    return {key.strip(): level.strip() for key, _, level in pairs}
+
+
+class CompareSettings(Frozen):
+    """Arguments of the door."""
+
+    study: str | None = None
+    """Name or MLflow run id of a multirun (its parent run), or a study.name of single runs."""
+    runs: Annotated[list[str], BeforeValidator(_names)] = []
+    """MLflow ids of single runs, instead of a study."""
+    folder: Path | None = None
+    """A multirun folder, instead of a store."""
+    by: Annotated[list[str] | None, BeforeValidator(_names)] = None
+    """Settings that make the groups, e.g. backend,precision; default: those that differ."""
+    baseline: Annotated[dict[str, str] | None, BeforeValidator(levels)] = None
+    """The group that counts as 1, e.g. backend=gymnasium; default: the first."""
+    threshold: Float | None = None
+    """A return: env steps and seconds until it is reached are told."""
+    margin: PositiveFloat | None = None
+    """Loss of return that still counts as not worse; default: 10 % of what the baseline learned."""
+    steps: PositiveFloat | None = None
+    """Env steps at which returns are compared; default: the least that all runs reached."""
+    uri: str | None = None
+    """Store; default: MLFLOW_TRACKING_URI, else mlflow.db here."""
+    out: Path = Path("comparison")
+    """Folder for table.md, groups.csv, comparison.json, index.html and the pictures."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> CompareSettings:
+        if sum([self.study is not None, bool(self.runs), self.folder is not None]) != 1:
+            raise ValueError("give one of study=<name or id>, runs=<ids>, folder=<multirun folder>")
+        return self
+
+
+def run(settings: CompareSettings) -> None:
+    """Compare, print, write, log."""
+    from rl_pipeline import comparison, groups, records, report
+    from rl_pipeline.telemetry import tracker
+    from rl_pipeline.telemetry.store import quiet
+
+    uri = _uri(settings)
+    try:
+        if settings.folder is not None:
+            study = records.from_sweep(settings.folder)
+        else:
+            quiet()
+            study = _read(uri, settings)
+        found = comparison.compare(
+            study, settings.by, settings.baseline, settings.threshold, settings.margin,
+            settings.steps,
+        )  # fmt: skip
+    except groups.UnknownKey as error:
+        raise ConfigError(f"{error}{near(error.key, error.valid)}") from None
+    except records.UnknownStudy as error:
+        known = ", ".join(error.names[:10]) or "none"
+        raise ConfigError(f"{error}{near(error.study, error.names)}; there are: {known}") from None
+    report.print_comparison(found)
+    files = report.write_comparison(found, settings.out)
+    print(f"page    {settings.out / 'index.html'}")
+    parent = {"uri": uri, "run_id": study.parent_id or ""}
+    ours = settings.folder is None and study.parent_id
+    if ours and tracker.end_parent(parent, None, files, artifact_path="comparison"):
+        print(f"mlflow  artifacts of run {study.parent_id}, comparison/index.html")
+
+
+def _uri(settings: CompareSettings) -> str:
+    from rl_pipeline.settings import TrackingSettings
+    from rl_pipeline.telemetry.tracker import check_driver, resolve
+
+    try:
+        store = TrackingSettings(name="mlflow", uri=settings.uri)
+        uri = resolve(store, Path.cwd(), dict(os.environ))[0]
+        check_driver(uri)
+        return uri
+    except ValueError as error:
+        raise ConfigError(str(error).replace("tracking.uri", "uri")) from None
+
+
+def _read(uri: str, settings: CompareSettings) -> Any:
+    from rl_pipeline import records
+    from rl_pipeline.telemetry.store import Store, one_line, trouble_kinds
+    from rl_pipeline.telemetry.tracker import redact
+
+    path = Path(uri.split(":///", 1)[1]) if uri.startswith("sqlite") else None
+    if path is not None and not path.exists():
+        raise ConfigError(f"there is no store {path}; give uri=... or folder=<multirun folder>")
+    try:
+        return records.from_store(Store(uri), settings.study, settings.runs)
+    except trouble_kinds() as error:
+        raise ConfigError(f"uri={redact(uri)}: {one_line(error)}") from None
+
+
+def main() -> None:
+    """Entry point."""
+    with refusing():
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            print(f"{__doc__}\n{cli.usage(CompareSettings)}")
+            return
+        run(cli.parse(CompareSettings, sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

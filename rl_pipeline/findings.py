@@ -1,0 +1,170 @@
+"""What a comparison says in words: effects of choices, and what to know before believing them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rl_pipeline import stats
+from rl_pipeline.envs.differences import known_differences
+from rl_pipeline.groups import Comparison, Group
+from rl_pipeline.records import RunRecord, StudyRecord
+from rl_pipeline.stats import Effect, Estimate
+
+
+def in_words(ratio: Estimate) -> str:
+    """A speed-up as the tables say it."""
+    if not ratio.known:
+        return f"{ratio.value:.3g}x (one run)"
+    interval = f"[{ratio.low:.3g}, {ratio.high:.3g}]"
+    return f"{ratio.value:.3g}x {interval}" if ratio.excludes(1) else f"no difference {interval}"
+
+
+# -- effects of a factorial sweep -----------------------------------------------------------------
+
+
+def add_effects(found: Comparison, first: Group) -> None:
+    """Fill in effects, interactions and the answer, from the runs of the baseline's recipe."""
+    alike = [
+        g for g in found.groups
+        if g.recipe == first.recipe and g.machine == first.machine and g.steady and g.rates
+    ]  # fmt: skip
+    factors = [k for k in found.by if len({g.levels[k] for g in alike}) > 1]
+    if not factors:
+        return
+    cells = {tuple(g.levels[k] for k in factors): g.rates for g in alike}
+    design = stats.Factorial(factors, cells, first.levels)
+    found.factors, found.effects = factors, design.main_effects()
+    if len(factors) == 1:
+        # The table's own speed-ups: a second interval for the same ratio would only confuse.
+        ratios = {g.levels[factors[0]]: g.speedup for g in alike}
+        found.effects = [
+            e._replace(ratio=ratio) for e in found.effects if (ratio := ratios[e.level])
+        ]
+    found.interactions = [i for i in design.interactions() if i.ratio.excludes(1)]
+    for effect in list(found.effects):
+        phrase, conditional = _phrase(effect, found, design)
+        found.answer.append(phrase)
+        found.effects += conditional
+
+
+def _phrase(effect: Effect, found: Comparison, design: stats.Factorial) -> tuple[str, list[Effect]]:
+    """One level's effect in words; where it depends on a factor of greater effect, by that one."""
+    name, ratio = short(effect.factor, effect.level), effect.ratio
+    sizes = {(e.factor, e.level): abs(math.log(e.ratio.value)) for e in found.effects}
+    mine = sizes[effect.factor, effect.level]
+    for interaction in found.interactions:
+        pair = [interaction.first[:2], interaction.second[:2]]
+        if (effect.factor, effect.level) not in pair:
+            continue
+        other = pair[1 - pair.index((effect.factor, effect.level))]
+        if sizes.get(other, 0.0) <= mine:
+            continue
+        factor = other[0]
+        by_level = [
+            e for level in design.levels[factor]
+            if (e := design.effect(effect.factor, effect.level, (factor, level)))
+        ]  # fmt: skip
+        moving = [e for e in by_level if e.ratio.excludes(1)]
+        told = moving or by_level
+        parts = [
+            f"{_times(e.ratio) if moving else 'no difference'} with {short(*e.given)}"
+            for e in told if e.given
+        ]  # fmt: skip
+        if len(moving) == 1 < len(by_level) and moving[0].given:
+            parts = [f"{_times(moving[0].ratio)}, only with {short(*moving[0].given)}"]
+        return f"{name} {', '.join(parts)}", by_level
+    if not ratio.known:
+        return f"{name} x{ratio.value:.2g} (one run each)", []
+    if ratio.excludes(1):
+        return f"{name} {_times(ratio)}", []
+    return f"{name} no difference [{ratio.low:.3g}, {ratio.high:.3g}]", []
+
+
+def _times(ratio: Estimate) -> str:
+    return f"x{ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]"
+
+
+def short(factor: str, level: str) -> str:
+    """`envpool` for an option, `backend.num_threads=2` for a value."""
+    says_it_all = "." not in factor and not _number(level) and level not in ("default", "none")
+    return level if says_it_all else f"{factor}={level}"
+
+
+def _number(text: str) -> bool:
+    return text.lstrip("-").replace(".", "", 1).isdigit()
+
+
+# -- what to know before believing ----------------------------------------------------------------
+
+
+def make_notes(found: Comparison, study: StudyRecord) -> list[str]:
+    """One line each."""
+    notes = []
+    runs = study.runs
+    for group in found.groups:
+        if group.recipe:
+            changed = ", ".join(f"{k}={v}" for k, v in group.recipe.items())
+            notes.append(f"{group.name}: recipe differs ({changed}); its speed is no speed-up")
+    notes += _backend_differences(found)
+    asked = {
+        f"{key}={value} was asked for and {key}={run.settings[key]} took effect"
+        for run in runs for key, value in run.requested.items()
+    }  # fmt: skip
+    notes += sorted(asked)
+    if machines := sorted({run.machine for run in runs if run.machine}):
+        notes.append("machine: " + "; ".join(machines))
+        if len(machines) > 1:
+            notes.append("rates of different machines are not compared")
+    if commits := sorted({run.commit for run in runs if run.commit}):
+        notes.append(f"commit: {', '.join(commits)}")
+        if len(commits) > 1:
+            notes.append("the runs are of different commits")
+    running = sum(run.status == "running" for run in runs)
+    if running:
+        notes.append(f"{running} runs have not ended and are left out")
+    together = _at_once(runs)
+    if together > 1:
+        notes.append(
+            f"up to {together} runs ran at once and shared the machine: rates are lower and less "
+            "certain than alone"
+        )
+    few = min(len(group.done) for group in found.groups if group.done)
+    if few < 3:
+        runs_ = "run" if few == 1 else "runs"
+        notes.append(f"some settings have {few} {runs_} only: more seeds narrow the intervals")
+    return notes + _pooled(found)
+
+
+def _backend_differences(found: Comparison) -> list[str]:
+    """What is known to differ between the backends that are compared, on each task."""
+    pairs = dict.fromkeys(
+        (run.settings["env.id"], run.settings["backend"])
+        for group in found.groups for run in group.done if "env.id" in run.settings
+    )  # fmt: skip
+    return list(dict.fromkeys(
+        f"{task}, {first} and {second}: {text}"
+        for i, (task, first) in enumerate(pairs) for other, second in list(pairs)[i + 1 :]
+        if other == task for text in known_differences(task, first, second)
+    ))  # fmt: skip
+
+
+def _at_once(runs: Sequence[RunRecord]) -> int:
+    """Most runs that trained at the same time on one machine."""
+    spans = [(r.started, r.started + r.final.get("wall_s", 0.0), r.machine) for r in runs]
+    return max(
+        (sum(s <= t < e and m == machine for s, e, m in spans) for t, _, machine in spans),
+        default=0,
+    )
+
+
+def _pooled(found: Comparison) -> list[str]:
+    """What `by` leaves out although it differs inside a group."""
+    pooled: dict[str, set[str]] = {}
+    for group in found.groups:
+        settings = [run.settings for run in group.done]
+        for key in settings[0] if settings else ():
+            values = {s.get(key, "") for s in settings}
+            if len(values) > 1 and not key.startswith("threads"):
+                pooled.setdefault(key, set()).update(values)
+    return [f"groups pool over {key}: {', '.join(sorted(v))}" for key, v in pooled.items()]

@@ -1,0 +1,173 @@
+"""Groups of runs that are alike: by the settings that took effect, never across recipes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rl_pipeline.records import RunRecord
+from rl_pipeline.settings import ConfigError
+from rl_pipeline.stats import Effect, Estimate, Interaction, Parity
+
+SAME_RECIPE = (
+    "backend", "backend.num_threads", "backend.lanes", "backend.step_timeout_s", "threads",
+    "buffer.placement", "buffer.prefetch", "buffer.save", "precision", "compile", "device", "mode",
+    "profile",
+)  # fmt: skip
+"""Settings that change how fast the same learning runs; every other one belongs to the recipe."""
+_GROUPS_OF_CHOICES = ("threads", "precision", "compile", "device", "mode", "profile")
+# Buffers that draw alike differ in where they keep their rows only.
+_SAMPLER = {"uniform": "uniform", "deque": "uniform", "memmap": "uniform"}
+
+
+@dataclass
+class Group:
+    """Runs alike in all but their seed, and what came of them."""
+
+    levels: dict[str, str]
+    runs: list[RunRecord]
+    recipe: dict[str, str]
+    """Recipe settings that differ from the first group's; {} for the same recipe."""
+    machine: str
+    speed: Estimate | None = None
+    """Env steps/s, median over runs."""
+    steady: bool = False
+    speedup: Estimate | None = None
+    """Against the baseline group of the same recipe and machine."""
+    speedup_bootstrap: Estimate | None = None
+    verdict: str = ""
+    """The speed-up in words, or why there is none."""
+    returns: Estimate | None = None
+    """IQM at equal steps."""
+    parity: Parity | None = None
+    reached: int = 0
+    """Runs that reached the threshold."""
+    steps_to: float = math.nan
+    """Env steps to the threshold, median over runs; inf if less than half of them reach it."""
+    seconds_to: float = math.nan
+    memory_bytes: float = math.nan
+    gpu_bytes: float = math.nan
+    compile_s: float = math.nan
+    joules_per_step: float = math.nan
+
+    @property
+    def name(self) -> str:
+        """The levels as overrides."""
+        return " ".join(f"{k}={v}" for k, v in self.levels.items()) or "all"
+
+    @property
+    def done(self) -> list[RunRecord]:
+        """Runs that finished."""
+        return [run for run in self.runs if run.finished]
+
+    @property
+    def rates(self) -> list[float]:
+        """Steady env steps/s of the runs that finished."""
+        return [r.final["env_steps_per_s"] for r in self.done if r.final.get("env_steps_per_s")]
+
+    @property
+    def failures(self) -> list[RunRecord]:
+        """Runs that did not, those still running aside."""
+        return [run for run in self.runs if run.status in ("failed", "killed")]
+
+
+@dataclass
+class Comparison:
+    """The whole answer."""
+
+    name: str
+    by: list[str]
+    groups: list[Group]
+    baseline: dict[str, str]
+    at_steps: float
+    return_metric: str
+    threshold: float | None
+    factors: list[str] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    interactions: list[Interaction] = field(default_factory=list)
+    answer: list[str] = field(default_factory=list)
+    """What each choice does to the speed, one phrase each."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader must know before believing the rest."""
+
+
+def is_recipe(key: str) -> bool:
+    """Whether a setting belongs to the recipe: two values of it are two ways to learn."""
+    return key not in SAME_RECIPE and key.split(".")[0] not in _GROUPS_OF_CHOICES
+
+
+def group_keys(
+    runs: Sequence[RunRecord], by: Sequence[str] | None, varied: Sequence[str]
+) -> list[str]:
+    """The settings that make the groups: `by` and what makes recipes, or all that differ."""
+    whole = [run.settings for run in _whole(runs)]
+    keys = list(dict.fromkeys(key for settings in whole for key in settings))
+    differ = [k for k in keys if len({settings.get(k) for settings in whole}) > 1]
+    if by is not None:
+        unknown = [key for key in by if key not in keys]
+        if unknown:
+            raise UnknownKey("by", unknown[0], keys)
+        # Never mixed: what makes another recipe is a group of its own.
+        rest = _telling([k for k in differ if is_recipe(k)], whole, known=list(by))
+        return list(by) + rest
+    # What the sweep names, then options before their details, thread plans last.
+    named = [k for k in differ if k in varied]
+    order = sorted(differ, key=lambda k: (k.startswith("threads"), "." in k, keys.index(k)))
+    return named + _telling(order, whole, known=named)
+
+
+def _whole(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Runs whose settings are known in full, those that finished first."""
+    known = [run for run in runs if "algo" in run.settings]
+    return sorted(known, key=lambda run: not run.finished) or list(runs)
+
+
+def _telling(
+    keys: Iterable[str], settings: Sequence[dict[str, str]], known: list[str]
+) -> list[str]:
+    """Of `keys` those that tell runs apart which `known` and the keys before do not."""
+    chosen: list[str] = []
+    for key in keys:
+        now = {tuple(s.get(k) for k in known + chosen) for s in settings}
+        more = {tuple(s.get(k) for k in [*known, *chosen, key]) for s in settings}
+        if len(more) > len(now):
+            chosen.append(key)
+    return chosen
+
+
+class UnknownKey(ConfigError):
+    """A setting that no run has; carries those there are."""
+
+    def __init__(self, argument: str, key: str, valid: list[str]) -> None:
+        super().__init__(f"{argument}={key}: no run has that setting")
+        self.key, self.valid = key, valid
+
+
+def make_groups(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Group]:
+    """Groups in the order of their first run; jobs without a run go where their overrides say."""
+    whole = _whole(runs)
+    same = {
+        k: v for k, v in whole[0].settings.items()
+        if all(r.settings.get(k) == v for r in whole)
+    }  # fmt: skip
+    found: dict[tuple[str, ...], list[RunRecord]] = {}
+    for run in runs:
+        settings = same | run.settings
+        found.setdefault(tuple(settings.get(k, "?") for k in keys), []).append(run)
+    first = _recipe(whole[0].settings)
+    groups = []
+    for cell, members in found.items():
+        recipe = _recipe(members[0].settings) if members[0] in whole else first
+        differs = {k: v for k, v in recipe.items() if first.get(k) != v}
+        machines = dict.fromkeys(m.machine for m in members if m.finished)
+        groups.append(
+            Group(dict(zip(keys, cell, strict=True)), members, differs, " | ".join(machines))
+        )
+    return groups
+
+
+def _recipe(settings: dict[str, str]) -> dict[str, str]:
+    return {
+        k: _SAMPLER.get(v, v) if k == "buffer" else v for k, v in settings.items() if is_recipe(k)
+    }

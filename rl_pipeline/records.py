@@ -1,0 +1,266 @@
+"""Finished runs as comparisons see them, read from run folders or from any MLflow store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl_pipeline.runs import flatten
+from rl_pipeline.settings import ConfigError
+from rl_pipeline.telemetry.final import final_metrics, machine_of
+
+if TYPE_CHECKING:
+    from rl_pipeline.telemetry.store import Store
+
+# Asked for and what came of it: the key of result.json's `effective` to the setting's own.
+_EFFECTIVE = {
+    "num_envs": "backend.num_envs", "lanes": "backend.lanes", "placement": "buffer.placement",
+}  # fmt: skip
+# Settings of how a run is kept and watched; the seed makes a repetition.
+_PROTOCOL = (
+    "seed", "resume", "max_wall_s", "log_every_s", "tracking", "study", "eval", "checkpoint",
+)  # fmt: skip
+CURVES = (
+    "return/train", "return/eval", "throughput/env_steps_per_s", "cpu/rss_bytes",
+    "gpu/mem_used_bytes", "gpu/power_w",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run: its effective settings and what it left in its record."""
+
+    id: str
+    name: str
+    status: str
+    """finished, failed, killed or running."""
+    settings: dict[str, str]
+    """Effective values by setting; an option's name under its group (`backend`)."""
+    requested: dict[str, str] = field(default_factory=dict)
+    """The same where something else was asked for."""
+    reason: str = ""
+    seed: str = ""
+    machine: str = ""
+    commit: str = ""
+    started: float = 0.0
+    """Unix time."""
+    tracked: bool = True
+    """It has a run in a store."""
+    final: dict[str, float] = field(default_factory=dict)
+    """The `result/*` metrics, without the prefix."""
+    curves: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    """(env steps, values) by metric, of CURVES those that the run has."""
+
+    @property
+    def finished(self) -> bool:
+        """Ended by itself, with a result."""
+        return self.status == "finished"
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """The runs that one comparison reads, and their parent in the store."""
+
+    name: str
+    runs: list[RunRecord]
+    parent_id: str | None = None
+    varied: tuple[str, ...] = ()
+
+
+def canonical(
+    params: dict[str, Any], effective: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Settings that took effect, and those that were asked for otherwise; both by setting.
+
+    `params` are the flat settings of a run, `effective` the flat object of result.json.
+    """
+    asked = {
+        key.removesuffix(".name"): _text(value)
+        for key, value in params.items()
+        if key.split(".")[0] not in _PROTOCOL
+    }
+    # What the thread plan made of it stands in `threads.*`.
+    asked.pop("backend.num_threads", None)
+    got = {_EFFECTIVE.get(key, key): _text(value) for key, value in effective.items()}
+    other = {k: asked[k] for k in got if asked.get(k, got[k]) not in (got[k], "auto")}
+    return asked | got, other
+
+
+def _of_overrides(overrides: Iterable[str]) -> dict[str, str]:
+    """What is known of a job that left no settings."""
+    pairs = (o.lstrip("+").partition("=") for o in overrides)
+    return {key: value for key, _, value in pairs if key.split(".")[0] not in _PROTOCOL}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
+
+
+# -- from run folders -----------------------------------------------------------------------------
+
+
+def from_folder(folder: Path) -> RunRecord:
+    """The run in a run folder, or the job that left no more than its failure there."""
+    result = _json(folder / "result.json")
+    begin = folder / "run.json"
+    settings = _json(begin).get("settings")
+    if settings:
+        asked, other = canonical(flatten(settings), flatten(result.get("effective", {})))
+    else:
+        asked, other = _of_overrides(result.get("overrides", [])), {}
+    reason = result.get("reason") or ""
+    rows = folder / "metrics.jsonl"
+    lines = rows.read_text().splitlines() if rows.exists() else []
+    return RunRecord(
+        id=result.get("run_id", folder.name),
+        name=result.get("name") or " ".join(result.get("overrides", [])) or folder.name,
+        status=result.get("status", "failed"), reason=reason if result else "no result.json",
+        settings=asked, requested=other, seed=str(result.get("seed", "")),
+        machine=machine_of(result), commit=_commit(result.get("provenance", {})),
+        started=begin.stat().st_mtime if begin.exists() else 0.0,
+        tracked=(folder / "mlflow.json").exists(),
+        final=final_metrics(result), curves=_curves(_parse(lines)),
+    )  # fmt: skip
+
+
+def from_sweep(folder: Path) -> StudyRecord:
+    """The jobs of a multirun folder; raises ConfigError where there is none."""
+    jobs = [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    if not jobs:
+        raise ConfigError(f"folder={folder} holds no jobs of a multirun")
+    runs = [from_folder(job) for job in sorted(jobs, key=lambda p: int(p.name))]
+    study = _json(folder / "study.json")
+    return StudyRecord(
+        study.get("name", folder.name), runs, study.get("parent_run_id"),
+        tuple(study.get("varied", ())),
+    )  # fmt: skip
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _parse(lines: Iterable[str]) -> Iterable[tuple[str, int, float]]:
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill
+        for name, value in row["metrics"].items():
+            if name in CURVES:
+                yield name, row["step"], float(value)
+
+
+def _curves(
+    points: Iterable[tuple[str, int, float]],
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Curves of finite values in the order of their steps."""
+    found: dict[str, dict[int, float]] = {}
+    for name, step, value in points:
+        if np.isfinite(value):
+            found.setdefault(name, {})[step] = value
+    return {
+        name: (np.array(sorted(curve), float), np.array([curve[s] for s in sorted(curve)]))
+        for name, curve in found.items()
+    }
+
+
+def _commit(provenance: dict[str, Any]) -> str:
+    git = provenance.get("git") or ""
+    return f"{git[:7]}{'+' if provenance.get('dirty') else ''}" if git else ""
+
+
+# -- from a store ---------------------------------------------------------------------------------
+
+
+def find_study(store: Store, study: str) -> tuple[str, list[Any], dict[str, str]]:
+    """(name, MLflow runs, tags and params of the parent) of a study by the name or id of its run.
+
+    Of several studies of one name the latest is meant. Raises ConfigError naming those there are.
+    """
+    store.end_dead_studies()
+    parents = store.search("tags.kind = 'study'")
+    named = [p for p in parents if study in (p.info.run_id, p.data.tags.get("study"))]
+    if not named:
+        # Single runs may belong to a study by study.name alone.
+        loose = store.search(f"tags.study = '{_quoted(study)}'")
+        if loose:
+            return study, loose, {}
+        names = sorted({p.data.tags.get("study", p.info.run_id) for p in parents})
+        raise UnknownStudy(study, names)
+    latest = max(named, key=lambda p: p.info.start_time)
+    if len(named) > 1:
+        others = ", ".join(p.info.run_id for p in named if p is not latest)
+        print(f"{len(named)} studies are called {study}: the latest is taken; others: {others}")
+    of_parent = f"tags.`mlflow.parentRunId` = '{latest.info.run_id}'"
+    facts = {**latest.data.params, **latest.data.tags, "run_id": latest.info.run_id}
+    name = latest.data.tags.get("study", latest.info.run_name)
+    return name, store.search(of_parent), facts
+
+
+class UnknownStudy(ConfigError):
+    """No study is called so; carries the names that there are."""
+
+    def __init__(self, study: str, names: list[str]) -> None:
+        super().__init__(f"study={study}: no such study in this store")
+        self.study, self.names = study, names
+
+
+def from_store(store: Store, study: str | None, run_ids: Iterable[str] = ()) -> StudyRecord:
+    """The runs of a study, or those with the given MLflow ids."""
+    if study is None:
+        facts: dict[str, str] = {}
+        name, found = "runs", [store.client.get_run(i) for i in run_ids]
+    else:
+        name, found, facts = find_study(store, study)
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda run: _record(store, run), found))
+    runs = _without_replaced(sorted(runs, key=lambda run: run.started))
+    # Jobs that ended before they had a run of their own are known to their parent only.
+    for number, lost in enumerate(json.loads(facts.get("jobs_without_run", "[]"))):
+        runs.append(RunRecord(
+            f"lost-{number}", " ".join(lost["overrides"]), "failed",
+            _of_overrides(lost["overrides"]), reason=lost["reason"],
+        ))  # fmt: skip
+    varied = tuple(k for k in facts.get("varied", "").split(",") if k)
+    return StudyRecord(name, runs, facts.get("run_id"), varied)
+
+
+def _without_replaced(runs: list[RunRecord]) -> list[RunRecord]:
+    """Without failures that a later run of the same job (study.resume) made good."""
+    good = {(run.name, run.seed): run.started for run in runs if run.finished}
+    return [run for run in runs if run.finished or run.started > good.get((run.name, run.seed), 0)]
+
+
+def _record(store: Store, run: Any) -> RunRecord:
+    params, tags, metrics = run.data.params, run.data.tags, run.data.metrics
+    effective = {
+        k.removeprefix("effective."): v for k, v in tags.items() if k.startswith("effective.")
+    }
+    settings, other = canonical(params, effective)
+    points = (
+        (name, point.step, point.value)
+        for name in CURVES
+        if name in metrics
+        for point in store.client.get_metric_history(run.info.run_id, name)
+    )
+    final = {k.removeprefix("result/"): v for k, v in metrics.items() if k.startswith("result/")}
+    return RunRecord(
+        id=run.info.run_id, name=run.info.run_name, status=run.info.status.lower(),
+        settings=settings, requested=other, reason=tags.get("reason", ""),
+        seed=params.get("seed", ""), machine=tags.get("machine", ""),
+        commit=tags.get("mlflow.source.git.commit", "")[:7], started=run.info.start_time / 1000,
+        final=final, curves=_curves(points),
+    )  # fmt: skip
+
+
+def _quoted(text: str) -> str:
+    return text.replace("'", "\\'")

@@ -1,0 +1,401 @@
+"""`compare` on real stores filled with runs whose truth is known."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Cli, settings
+
+from rl_pipeline import groups, records
+from rl_pipeline.comparison import compare
+from rl_pipeline.records import RunRecord, StudyRecord
+from rl_pipeline.runs import flatten
+from rl_pipeline.settings import ConfigError
+
+STEPS = 100_000
+NO_GPU = "a CPU, 2 cores, no GPU"
+
+
+def record(seed=1, speed=1000.0, final_return=400.0, learned=0.5, steps=STEPS, **settings):
+    """A finished run; its return rises from 20 and is there after `learned` of the run."""
+    x = np.linspace(steps / 40, steps, 40)
+    returns = 20 + (final_return - 20) * np.minimum(1, x / (learned * steps))
+    base = {"algo": "ppo", "backend": "gymnasium", "precision": "fp32", "compile": "eager",
+            "device": "cpu", "backend.num_envs": "8", "algo.horizon": "32"}  # fmt: skip
+    settings = {k.replace("__", "."): str(v) for k, v in settings.items()}
+    return RunRecord(
+        id=f"{seed}-{speed}", name=f"run {seed}", status="finished", settings=base | settings,
+        seed=str(seed), machine=NO_GPU, commit="abc1234",
+        final={"env_steps_per_s": speed, "steady": 1.0, "env_steps": steps, "compile_s": 2.0},
+        curves={
+            "return/train": (x, returns),
+            "throughput/env_steps_per_s": (x, np.full(40, speed)),
+            "cpu/rss_bytes": (x, np.linspace(1e8, 5e8, 40)),
+        },
+    )  # fmt: skip
+
+
+def noisy(rng, mean, n, **kwargs):
+    return [record(seed, mean * math.exp(rng.normal(0, 0.02)), **kwargs) for seed in range(n)]
+
+
+def study(*runs, **kwargs):
+    return StudyRecord("s", [r for group in runs for r in group], **kwargs)
+
+
+def by_name(found, name):
+    (group,) = [g for g in found.groups if g.name == name]
+    return group
+
+
+def test_groups_are_made_by_what_took_effect_and_the_difference_is_told():
+    rng = np.random.default_rng(0)
+    refused = [
+        RunRecord(**{**vars(r), "requested": {"precision": "bf16"}}) for r in noisy(rng, 1000, 3)
+    ]
+    found = compare(study(refused, noisy(rng, 2000, 3, backend="envpool")))
+    assert [g.name for g in found.groups] == ["backend=gymnasium", "backend=envpool"]
+    assert "precision=bf16 was asked for and precision=fp32 took effect" in found.notes
+    asked, other = records.canonical(
+        {"precision.name": "bf16", "device.name": "auto", "seed": 3, "eval.episodes": 20,
+         "backend.num_threads": "auto"},
+        {"precision": "fp32", "device": "cpu", "threads.envs": 2, "num_envs": 8},
+    )  # fmt: skip
+    assert asked == {
+        "precision": "fp32", "device": "cpu", "threads.envs": "2", "backend.num_envs": "8",
+    }  # fmt: skip
+    assert other == {"precision": "bf16"}
+
+
+def test_recipes_are_never_ranked_against_each_other():
+    rng = np.random.default_rng(1)
+    runs = [noisy(rng, 1000, 3), noisy(rng, 3000, 3, backend__num_envs=64),
+            noisy(rng, 1500, 3, backend="envpool"),
+            noisy(rng, 6000, 3, backend="envpool", backend__num_envs=64)]  # fmt: skip
+    for by in (None, ["backend"]):  # also where the user's grouping would mix them
+        found = compare(study(*runs), by=by)
+        assert {len(g.runs) for g in found.groups} == {3}
+        other = by_name(found, "backend=gymnasium backend.num_envs=64")
+        assert other.verdict == "recipe differs" and other.speedup is None and other.parity is None
+        assert by_name(found, "backend=envpool backend.num_envs=8").speedup.excludes(1)
+        assert found.factors == ["backend"]
+        assert any("recipe differs (backend.num_envs=64)" in note for note in found.notes)
+        # With a baseline that leaves the recipe open, each recipe has its own.
+        found = compare(study(*runs), by=by, baseline={"backend": "gymnasium"})
+        assert not by_name(found, "backend=envpool backend.num_envs=64").speedup.excludes(2)
+        assert by_name(found, "backend=gymnasium backend.num_envs=64").verdict == "1"
+
+
+def test_thread_plans_that_follow_from_the_backend_make_no_groups_of_their_own():
+    rng = np.random.default_rng(2)
+    found = compare(study(
+        noisy(rng, 1000, 2, threads__envs=1),
+        noisy(rng, 2000, 2, backend="envpool", threads__envs=2),
+    ))  # fmt: skip
+    assert found.by == ["backend"]
+    one, two = (noisy(rng, 1000 * n, 2, threads__envs=n) for n in (1, 2))
+    found = compare(study(one, two))
+    assert found.by == ["threads.envs"]
+    assert found.groups[1].recipe == {}
+
+
+def test_what_is_too_short_or_of_another_machine_is_not_compared():
+    rng = np.random.default_rng(3)
+    short = [
+        RunRecord(**{**vars(r), "final": {**r.final, "steady": 0.0}})
+        for r in noisy(rng, 2000, 3, backend="envpool")
+    ]
+    far = [
+        RunRecord(**{**vars(r), "machine": "another"})
+        for r in noisy(rng, 4000, 3, backend="envpool_async")
+    ]
+    found = compare(study(noisy(rng, 1000, 3), short, far))
+    assert [g.verdict for g in found.groups] == ["1", "too short", "machine differs"]
+    assert found.effects == [] and all(g.speedup is None for g in found.groups)
+
+
+def test_failures_are_counted_where_they_belong_and_never_compared():
+    rng = np.random.default_rng(4)
+    lost = RunRecord("lost-0", "backend=envpool seed=4", "failed", {"backend": "envpool"},
+                     reason="killed by signal 9")  # fmt: skip
+    found = compare(study(noisy(rng, 1000, 3), noisy(rng, 2000, 3, backend="envpool"), [lost]))
+    group = by_name(found, "backend=envpool")
+    assert [run.reason for run in group.failures] == ["killed by signal 9"]
+    assert len(group.runs) == 4 and len(group.done) == 3
+    assert not group.speedup.excludes(2)
+    with pytest.raises(ConfigError, match="none of its 1 runs has finished"):
+        compare(study([lost]))
+
+
+def test_returns_are_compared_at_equal_steps_with_the_margin_stated():
+    rng = np.random.default_rng(5)
+
+    def learned(backend, mean, steps):
+        return [
+            record(seed, final_return=mean + rng.normal(0, 2), steps=steps, backend=backend)
+            for seed in range(5)
+        ]
+
+    found = compare(study(learned("gymnasium", 400, STEPS), learned("envpool", 402, STEPS),
+                          learned("envpool_async", 300, STEPS)))  # fmt: skip
+    base, same, worse = found.groups
+    assert base.returns.value == pytest.approx(400, abs=3)
+    assert same.parity.verdict == "not worse" and worse.parity.verdict == "worse"
+    # 10 % of what was learned from the first logged return on.
+    first = base.runs[0].curves["return/train"][1][0]
+    assert same.parity.margin == pytest.approx(0.1 * (400 - first), abs=0.5)
+    assert compare(study(learned("gymnasium", 400, STEPS)), margin=3.0).groups[0].parity is None
+    found = compare(study(learned("gymnasium", 400, STEPS), learned("envpool", 400, 2 * STEPS)))
+    # Half of the longer run: its curve is read there, not at its end. And it is another recipe
+    # only if total_steps says so.
+    assert found.at_steps == STEPS
+
+
+def test_nothing_learned_is_no_parity():
+    flat = [record(s, final_return=20, backend=b) for b in ("gymnasium", "envpool") for s in (1, 2)]
+    assert compare(study(flat)).groups[1].parity.verdict == "nothing learned"
+
+
+def test_time_and_steps_to_a_threshold_memory_compile_and_energy():
+    runs = [record(s, speed=1000, learned=0.5) for s in (1, 2, 3)]
+    x = runs[0].curves["return/train"][0]
+    for run in runs:
+        run.curves["gpu/power_w"] = (x, np.full(40, 200.0))
+    never = [record(s, final_return=100, backend="envpool") for s in (1, 2, 3)]
+    found = compare(study(runs, never), threshold=390)
+    group, other = found.groups
+    assert group.reached == 3
+    assert group.steps_to == pytest.approx(50_000, abs=2500)
+    assert group.seconds_to == pytest.approx(group.steps_to / 1000)
+    assert group.memory_bytes == 5e8 and group.compile_s == 2.0
+    assert group.joules_per_step == pytest.approx(0.2)  # 200 W at 1,000 steps/s
+    assert other.reached == 0 and math.isinf(other.steps_to)
+    assert math.isnan(other.joules_per_step)
+
+
+def test_known_differences_of_the_compared_backends_are_named():
+    rng = np.random.default_rng(8)
+    pong = {"env.id": "ALE/Pong-v5"}
+    runs = [noisy(rng, 1000, 2), noisy(rng, 1000, 2, backend="envpool")]
+    for run in (run for group in runs for run in group):
+        run.settings.update(pong)
+    (note,) = [n for n in compare(study(*runs)).notes if "ALE" in n]
+    assert note.startswith("ALE/Pong-v5, gymnasium and envpool: EnvPool")
+    assert not any("ALE" in note for note in compare(study(runs[0])).notes)
+
+
+def test_runs_that_shared_the_machine_are_told():
+    def at(start, **kwargs):
+        run = record(**kwargs)
+        return RunRecord(**{**vars(run), "started": start, "final": {**run.final, "wall_s": 10.0}})
+
+    apart = compare(study([at(0.0), at(11.0), at(22.0)]))
+    assert not any("at once" in note for note in apart.notes)
+    together = compare(study([at(0.0), at(5.0), at(9.0)]))
+    assert any("up to 3 runs ran at once" in note for note in together.notes)
+
+
+def test_wrong_names_are_told():
+    runs = study(noisy(np.random.default_rng(6), 1000, 2))
+    with pytest.raises(groups.UnknownKey):
+        compare(runs, by=["bakend"])
+    two = study(runs.runs, noisy(np.random.default_rng(6), 1000, 2, backend="envpool"))
+    with pytest.raises(groups.UnknownKey):
+        compare(two, baseline={"precision": "fp32"})
+    with pytest.raises(ConfigError, match="no such group; there are backend=gymnasium"):
+        compare(two, baseline={"backend": "isaac"})
+
+
+# -- a real store ---------------------------------------------------------------------------------
+
+
+class Planted:
+    """A store with one factorial study: envpool x2.9, bf16 nothing, compile x1.4 with envpool."""
+
+    def __init__(self, root: Path) -> None:
+        from rl_pipeline.telemetry.store import Store, quiet
+
+        quiet()
+        self.root = root
+        self.uri = f"sqlite:///{root / 'mlflow.db'}"
+        self.store = Store(self.uri)
+        self.client = self.store.client
+        self.experiment = self.store.experiment_id("synthetic", str(root / "artifacts"))
+        self.params = flatten(settings("total_steps=100_000").model_dump(mode="json"))
+        self.parent = self.create("planted", {"kind": "study", "study": "planted"})
+        self.rng = np.random.default_rng(7)
+        for backend in ("gymnasium", "envpool"):
+            for precision in ("fp32", "bf16"):
+                for mode in ("eager", "default"):
+                    speed = 1000 * (2.9 if backend == "envpool" else 1)
+                    speed *= 1.4 if (backend, mode) == ("envpool", "default") else 1
+                    for seed in (1, 2, 3):
+                        self.run(speed, seed, backend, precision, mode)
+        failed = self.create("failed", {"mlflow.parentRunId": self.parent, "reason": "a NaN"})
+        self.describe(failed, 9, "envpool", "fp32", "eager")
+        self.client.set_terminated(failed, "FAILED")
+        lost = [{"overrides": ["backend=envpool", "precision=fp32", "compile=eager", "seed=8"],
+                 "reason": "killed by signal 9"}]  # fmt: skip
+        self.client.set_tag(self.parent, "jobs_without_run", json.dumps(lost))
+        self.client.set_terminated(self.parent, "FAILED")
+
+    def create(self, name, tags):
+        return self.client.create_run(self.experiment, tags=tags, run_name=name).info.run_id
+
+    def describe(self, run, seed, backend, precision, mode):
+        from mlflow.entities import Param, RunTag
+
+        asked = {**self.params, "backend.name": backend, "precision.name": precision,
+                 "compile.name": mode, "seed": seed}  # fmt: skip
+        effective = {"backend": backend, "precision": precision, "compile": mode, "device": "cpu",
+                     "num_envs": "8", "threads.envs": "1"}  # fmt: skip
+        tags = {f"effective.{k}": v for k, v in effective.items()} | {"machine": NO_GPU}
+        self.client.log_batch(
+            run, params=[Param(k, str(v)) for k, v in asked.items()],
+            tags=[RunTag(k, v) for k, v in tags.items()],
+        )  # fmt: skip
+
+    def run(self, speed, seed, backend, precision, mode):
+        from mlflow.entities import Metric
+
+        name = f"{backend} {precision} {mode} {seed}"
+        run = self.create(name, {"mlflow.parentRunId": self.parent, "study": "planted"})
+        self.describe(run, seed, backend, precision, mode)
+        speed *= math.exp(self.rng.normal(0, 0.02))
+        steps = np.linspace(5000, STEPS, 20).astype(int)
+        points = [
+            Metric(key, float(value), int(1000 * step / speed), int(step))
+            for step in steps
+            for key, value in {
+                "return/train": 20 + 480 * step / STEPS, "throughput/env_steps_per_s": speed,
+            }.items()
+        ]  # fmt: skip
+        final = {"env_steps_per_s": speed, "steady": 1, "env_steps": STEPS, "eval_mean": 500}
+        points += [Metric(f"result/{k}", v, 0, STEPS) for k, v in final.items()]
+        points.append(Metric("return/eval", 500.0 - seed, 0, STEPS))
+        self.client.log_batch(run, metrics=points)
+        self.client.set_terminated(run, "FINISHED")
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> Planted:
+    return Planted(tmp_path_factory.mktemp("planted"))
+
+
+def test_a_planted_truth_is_recovered_from_a_store(planted):
+    found = compare(records.from_store(planted.store, "planted"))
+    assert found.by == ["backend", "precision", "compile"]
+    assert len(found.groups) == 8
+    assert found.return_metric == "return/eval"
+    truth = {"envpool": 2.9, "gymnasium": 1.0}
+    for group in found.groups[1:]:
+        expected = truth[group.levels["backend"]]
+        if group.levels["backend"] == "envpool" and group.levels["compile"] == "default":
+            expected *= 1.4
+        assert group.speedup.value == pytest.approx(expected, rel=0.06)
+        assert group.parity.verdict == "not worse"
+    answer = "; ".join(found.answer)
+    assert answer.startswith("envpool x3.")
+    assert "bf16 no difference" in answer
+    assert "default x1.4" in answer and answer.endswith("only with envpool")
+    (depends,) = found.interactions
+    assert not depends.ratio.excludes(1.4)
+    failures = by_name(found, "backend=envpool precision=fp32 compile=eager").failures
+    assert sorted(run.reason for run in failures) == ["a NaN", "killed by signal 9"]
+
+
+def test_a_study_is_found_by_name_and_by_id_and_its_latest_is_meant(planted, capsys):
+    assert records.from_store(planted.store, planted.parent).name == "planted"
+    with pytest.raises(records.UnknownStudy) as error:
+        records.from_store(planted.store, "plantd")
+    assert error.value.names == ["planted"]
+    one = records.from_store(planted.store, "planted").runs[0]
+    assert records.from_store(planted.store, None, [one.id]).runs[0].settings == one.settings
+
+
+def test_a_run_that_was_made_good_later_is_no_failure():
+    good, bad = record(1), record(1)
+    bad = RunRecord(**{**vars(bad), "status": "failed", "started": 1.0})
+    good = RunRecord(**{**vars(good), "started": 2.0})
+    other = RunRecord(**{**vars(bad), "name": "another job"})
+    assert records._without_replaced([bad, other, good]) == [other, good]
+
+
+def test_the_door_writes_the_page_and_logs_it_to_the_parent(planted, tmp_path):
+    cli = Cli(tmp_path)
+    out = cli(
+        "study=planted", "by=backend,precision,compile", "baseline=backend=gymnasium",
+        f"uri={planted.uri}", "threshold=300", "margin=25", module="rl_pipeline.compare",
+    )  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    for words in ("backend=envpool", "only with envpool", "killed by signal 9", "margin 25.0"):
+        assert words in out.stdout
+    folder = tmp_path / "comparison"
+    page = (folder / "index.html").read_text()
+    for words in ("<svg", "id=pareto", "id=curves", "id=effects", "only with envpool", "a NaN"):
+        assert words in page
+    # Self-contained: nothing is fetched.
+    assert "<script" not in page and "src=" not in page and 'href="http' not in page
+    rows = list(csv.DictReader((folder / "groups.csv").open()))
+    assert len(rows) == 8 and float(rows[-1]["steps_to"]) > 50_000
+    # Against the same precision and compile on gymnasium.
+    fast = [r for r in rows if r["backend"] == "envpool" and r["compile"] == "default"]
+    assert all(float(r["speedup"]) == pytest.approx(2.9 * 1.4, rel=0.06) for r in fast)
+    found = json.loads((folder / "comparison.json").read_text())
+    assert len(found["groups"]) == 8 and found["groups"][0]["runs"][0]["env_steps_per_s"] > 900
+    assert (folder / "table.md").read_text().startswith("| setting |")
+    names = {a.path for a in planted.client.list_artifacts(planted.parent, "comparison")}
+    assert {"comparison/index.html", "comparison/table.md", "comparison/groups.csv"} <= names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["studdy=planted"], "studdy is no argument here; did you mean study?"),
+        (["study=plantd"], "no such study in this store; did you mean planted?"),
+        (
+            ["study=planted", "by=bakend"],
+            "by=bakend: no run has that setting; did you mean backend",
+        ),
+        (["study=planted", "margin=-1"], "margin=-1: "),
+        ([], "give one of study="),
+    ],
+)
+def test_misspelt_arguments_get_the_nearest_valid_ones(
+    planted, monkeypatch, capsys, arguments, words
+):
+    from rl_pipeline import compare as door
+
+    monkeypatch.setattr("sys.argv", ["compare", f"uri={planted.uri}", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        door.main()
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_study_whose_sweep_died_is_marked_when_the_store_is_read_next(planted):
+    tags = {"kind": "study", "study": "dead"}
+    from rl_pipeline.telemetry.store import socket
+
+    process = json.dumps([socket.gethostname(), 2**22 + 1, 0.0])
+    dead = planted.create("dead", {**tags, "process": process})
+    far = planted.create("far", {**tags, "study": "far", "process": '["elsewhere", 1, 0.0]'})
+    planted.store.end_dead_studies()
+    with sqlite3.connect(planted.root / "mlflow.db") as db:
+        status = dict(db.execute("select run_uuid, status from runs").fetchall())
+    assert status[dead] == "KILLED" and status[far] == "RUNNING"
+    planted.client.delete_run(dead)
+    planted.client.delete_run(far)
+
+
+def test_the_front_of_speed_and_return_has_no_point_that_another_beats():
+    from rl_pipeline.figures import pareto_front
+
+    points = [(1.0, 5.0), (2.0, 4.0), (2.0, 3.0), (3.0, 1.0), (0.5, 4.5)]
+    assert pareto_front(points) == [(1.0, 5.0), (2.0, 4.0), (3.0, 1.0)]

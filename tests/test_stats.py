@@ -1,0 +1,164 @@
+"""Statistics on arrays with known truth: what is planted is found, what is not is not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from rl_pipeline import stats
+from rl_pipeline.stats import Estimate
+
+NOISE = 0.05
+
+
+def rates(rng, mean, n, noise=NOISE):
+    return mean * np.exp(rng.normal(0, noise, n))
+
+
+def within_nominal(hits: int, trials: int, rate: float) -> bool:
+    """Whether `hits` is what `rate` gives, in all but one of 10,000 cases."""
+    low, high = binom.interval(0.9999, trials, rate)
+    return low <= hits <= high
+
+
+@pytest.mark.parametrize("n", [3, 5, 10])
+def test_no_difference_is_called_different_at_the_nominal_rate(n):
+    rng, trials = np.random.default_rng(n), 1000
+    wrong = sum(
+        stats.speedup(rates(rng, 100, n), rates(rng, 100, n)).excludes(1) for _ in range(trials)
+    )
+    assert within_nominal(wrong, trials, 0.05)
+
+
+def test_two_runs_each_err_on_the_careful_side():
+    rng = np.random.default_rng(0)
+    wrong = sum(
+        stats.speedup(rates(rng, 100, 2), rates(rng, 100, 2)).excludes(1) for _ in range(500)
+    )
+    assert wrong <= binom.ppf(0.9999, 500, 0.05)
+
+
+def test_the_bootstrap_of_few_runs_is_not_what_the_verdict_rests_on():
+    """The reason for Welch: with three runs the bootstrap sees a difference in every fifth pair."""
+    rng, trials = np.random.default_rng(1), 200
+    wrong = sum(
+        stats.bootstrap_speedup(rates(rng, 100, 3), rates(rng, 100, 3)).excludes(1)
+        for _ in range(trials)
+    )
+    assert wrong > binom.ppf(0.9999, trials, 0.05)
+
+
+def test_a_planted_speedup_lies_in_its_interval_at_the_nominal_rate():
+    rng, trials = np.random.default_rng(2), 1000
+    found = [stats.speedup(rates(rng, 290, 4), rates(rng, 100, 4)) for _ in range(trials)]
+    assert within_nominal(sum(e.excludes(2.9) for e in found), trials, 0.05)
+    assert sum(e.excludes(1) for e in found) == trials
+    assert np.mean([e.value for e in found]) == pytest.approx(2.9, rel=0.01)
+
+
+def test_a_single_run_has_no_interval_and_so_no_verdict():
+    ratio = stats.speedup([300.0], [100.0, 101.0])
+    assert ratio.value == pytest.approx(2.985, rel=1e-3)
+    assert not ratio.known and not ratio.excludes(1)
+    assert not stats.middle([3.0], np.median).known
+
+
+def test_runs_that_are_all_alike_have_an_interval_of_no_width():
+    assert stats.difference([500.0] * 3, [500.0] * 3) == Estimate(0, 0, 0)
+    assert stats.middle([500.0] * 3, stats.iqm) == Estimate(500, 500, 500)
+
+
+def test_the_iqm_ignores_the_outer_quarters():
+    assert stats.iqm([-1000, 1, 2, 3, 4, 5, 6, 9000]) == 3.5
+    estimate = stats.middle([1, 2, 3, 4, 5, 6, 7, 8], stats.iqm)
+    assert estimate.low < 4.5 == estimate.value < estimate.high
+
+
+@pytest.mark.parametrize(
+    ("shift", "verdict"), [(0, "not worse"), (-50, "worse"), (-10, "open"), (60, "not worse")]
+)
+def test_parity_is_a_matter_of_the_margin(shift, verdict):
+    rng = np.random.default_rng(3)
+    base = rng.normal(400, 5, 8)
+    assert stats.parity(rng.normal(400 + shift, 5, 8), base, 10.0).verdict == verdict
+
+
+def test_parity_at_the_margin_is_granted_at_the_nominal_rate():
+    rng, trials = np.random.default_rng(4), 800
+    granted = sum(
+        stats.parity(rng.normal(390, 5, 8), rng.normal(400, 5, 8), 10.0).verdict == "not worse"
+        for _ in range(trials)
+    )
+    assert within_nominal(granted, trials, 0.05)
+    assert stats.parity([400.0], [400.0], 10.0).verdict == "unknown"
+
+
+def design(rng, n=4, compile_with_envpool=1.4, noise=0.03):
+    """envpool x2.9, bf16 nothing, compile only with envpool."""
+    cells = {}
+    for backend in ("gymnasium", "envpool"):
+        for precision in ("fp32", "bf16"):
+            for compiled in ("eager", "default"):
+                mean = 1000 * (2.9 if backend == "envpool" else 1)
+                if backend == "envpool" and compiled == "default":
+                    mean *= compile_with_envpool
+                cells[backend, precision, compiled] = rates(rng, mean, n, noise)
+    return stats.Factorial(["backend", "precision", "compile"], cells)
+
+
+def test_a_factorial_sweep_gives_back_its_effects():
+    found = design(np.random.default_rng(5))
+    backend, bf16, compiled = found.main_effects()
+    # Averaged over compile on the log scale.
+    assert not backend.ratio.excludes(2.9 * math.sqrt(1.4)) and backend.ratio.excludes(2.9)
+    assert not bf16.ratio.excludes(1)
+    assert not compiled.ratio.excludes(math.sqrt(1.4)) and compiled.ratio.excludes(1)
+    (depends,) = [i for i in found.interactions() if i.ratio.excludes(1)]
+    assert {depends.first[0], depends.second[0]} == {"backend", "compile"}
+    assert not depends.ratio.excludes(1.4)
+    inside = found.effect("compile", "default", ("backend", "envpool"))
+    outside = found.effect("compile", "default", ("backend", "gymnasium"))
+    assert not inside.ratio.excludes(1.4) and not outside.ratio.excludes(1)
+
+
+def test_effects_that_are_not_there_are_seen_at_the_nominal_rate():
+    rng, trials = np.random.default_rng(6), 400
+    mains = together = 0
+    for _ in range(trials):
+        found = design(rng, n=3, compile_with_envpool=1.0)
+        mains += found.main_effects()[1].ratio.excludes(1)
+        together += any(i.ratio.excludes(1) for i in found.interactions())
+    assert within_nominal(mains, trials, 0.05)
+    # Bonferroni: at most 5 % over all interactions of a sweep together.
+    assert together <= binom.ppf(0.9999, trials, 0.05)
+
+
+def test_a_missing_cell_is_left_out_on_both_sides():
+    cells = {("a", "x"): [100.0, 101], ("b", "x"): [200.0, 202], ("b", "y"): [900.0, 909]}
+    found = stats.Factorial(["f", "g"], cells)
+    f, g = found.main_effects()
+    assert f.ratio.value == pytest.approx(2.0, rel=1e-3)
+    assert g.ratio.value == pytest.approx(4.5, rel=1e-3)
+    assert found.interactions() == []
+
+
+def test_one_run_per_cell_has_effects_without_intervals():
+    cells = {("a", "x"): [100.0], ("b", "x"): [200.0], ("a", "y"): [100.0], ("b", "y"): [200.0]}
+    effect = stats.Factorial(["f", "g"], cells).main_effects()[0]
+    assert effect.ratio.value == pytest.approx(2) and not effect.ratio.known
+
+
+def test_curves_are_read_at_equal_steps_and_never_beyond_their_end():
+    steps, values = np.array([100.0, 200, 300]), np.array([1.0, 3, 4])
+    assert stats.at_step(steps, values, 150) == 2
+    assert math.isnan(stats.at_step(steps, values, 301))
+    assert stats.first_reach(steps, values, 3) == 200
+    assert stats.first_reach(steps, values, 5) == math.inf
+
+
+def test_training_seconds_come_from_the_windows_rates():
+    seconds = stats.training_seconds(np.array([100.0, 300, 400]), np.array([100.0, 50, 100]))
+    assert seconds.tolist() == [1, 5, 6]

@@ -1,0 +1,189 @@
+"""Multiruns as studies: order, what is missing, jobs that die, launchers and sweepers of others."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from conftest import Cli
+
+from hydra_plugins.rl_pipeline_plugins.process_launcher import interleaved
+from rl_pipeline import jobs, runs
+
+QUICK = ("debug=short", "tracking=none", "total_steps=300", "eval.episodes=0")
+
+
+def test_interleaving_repeats_the_grid_seed_by_seed_in_an_order_of_its_own():
+    grid = [[f"backend={b}", f"seed={s}"] for b in range(8) for s in (1, 2, 3)]
+    orders = set()
+    for _ in range(20):
+        order = interleaved(grid)
+        assert sorted(order) == list(range(24))
+        seeds = [grid[i][1] for i in order]
+        assert seeds == ["seed=1"] * 8 + ["seed=2"] * 8 + ["seed=3"] * 8
+        rounds = [tuple(grid[i][0] for i in order[n : n + 8]) for n in (0, 8, 16)]
+        orders.update(rounds)
+    assert len(orders) > 30  # of 8! each
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["-m", "backend=gymnasium,envpool", "study.interleave=true"], "add seed=1,2,3"),
+        (["study.interleave=true"], "study.interleave has no effect on a single run"),
+        (["-m", "seed=1,2", "study.resume=nowhere"], "study.resume=nowhere: no such multirun"),
+        (["-m", "seed=1,2", "hydra.launcher.n_job=2"], "did you mean hydra.launcher.n_jobs"),
+        (["-m", "seed=1,2", "study.interleave=true", "hydra.launcher.shuffle=true"],
+         "hydra.launcher.shuffle has no effect"),
+    ],
+)  # fmt: skip
+def test_what_a_sweep_cannot_do_is_refused_before_it_starts(cli, overrides, words):
+    out = cli(*overrides, *QUICK)
+    assert out.returncode == 2
+    assert words in out.stderr
+    assert not cli.folders()
+
+
+def test_jobs_that_finished_are_known_by_their_overrides_and_the_others_put_aside(tmp_path):
+    for number, status in enumerate(["finished", "failed", "finished"]):
+        (tmp_path / str(number)).mkdir()
+        result = {"status": status, "overrides": [f"seed={number}", "backend=envpool"]}
+        (tmp_path / str(number) / "result.json").write_text(json.dumps(result))
+    (tmp_path / "3").mkdir()  # killed before its first word
+    done = runs.finished_jobs(tmp_path)
+    assert set(done) == {frozenset([f"seed={n}", "backend=envpool"]) for n in (0, 2)}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1.failed", "2", "3.failed"]
+    assert [runs.free_number(tmp_path, n, [1]) for n in (0, 1, 5)] == [3, 3, 5]
+    assert set(runs.finished_jobs(tmp_path)) == set(done)
+
+
+@pytest.mark.slow
+def test_a_resumed_study_runs_only_what_is_missing_in_the_same_parent(cli):
+    """One job of the first session fails for a reason that the second one does not have."""
+    (cli.cwd / "theirs.py").write_text(
+        "import os, gymnasium as gym\n"
+        "class Env(gym.Wrapper):\n"
+        "    def __init__(self, render_mode=None, size=1):\n"
+        "        super().__init__(gym.make('CartPole-v1'))\n"
+        "        if size == 2 and 'BROKEN' in os.environ: raise RuntimeError('not today')\n"
+        "gym.register('Theirs-v0', entry_point='theirs:Env')\n"
+    )
+    line = ("env=gym", "env.id=theirs:Theirs-v0", "+env.kwargs.size=1,2", "seed=1",
+            "debug=short", "total_steps=300", "eval.episodes=0", "study.name=mended")  # fmt: skip
+    path = {"PYTHONPATH": os.pathsep.join([str(cli.cwd), os.environ.get("PYTHONPATH", "")])}
+    out = cli("-m", *line, env={**path, "BROKEN": "1"})
+    assert out.returncode == 1, out.stdout
+    assert "not today" in out.stdout  # when it happened, and in the table
+    assert "study.resume=multirun" in out.stderr
+    (folder,) = (p.parent for p in (cli.cwd / "multirun").rglob("study.json"))
+    first = json.loads((folder / "0" / "result.json").read_text())
+
+    out = cli("study.resume=mended", env=path)
+    assert out.returncode == 0, out.stdout + out.stderr
+    assert "[1/2] done" in out.stdout and "[2/2] finished" in out.stdout
+    assert json.loads((folder / "0" / "result.json").read_text()) == first
+    assert (folder / "1.failed").is_dir()
+    with sqlite3.connect(cli.cwd / "mlflow.db") as db:
+        found = db.execute(
+            "select r.status, p.value from runs r left join tags p on p.run_uuid = r.run_uuid"
+            " and p.key = 'mlflow.parentRunId'"
+        ).fetchall()
+    # One parent for both sessions, now finished; a job that failed before it had a run has none.
+    assert [status for status, parent in found if parent is None] == ["FINISHED"]
+    assert len({parent for _, parent in found if parent}) == 1
+    # Extended by a seed: the earlier jobs are known, the new ones find numbers of their own.
+    out = cli("study.resume=mended", "seed=1,2", env=path)
+    assert out.returncode == 0, out.stdout + out.stderr
+    assert out.stdout.count(" done ") == 2 and out.stdout.count(" finished ") == 2
+    assert len(list(folder.glob("[0-9]/result.json"))) == 4
+
+
+def test_a_killed_job_is_told_with_its_signal(tmp_path, capsys, monkeypatch):
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    monkeypatch.setattr(jobs.Job, "command", [sys.executable, "-c", code])
+    job = jobs.Job(["seed=1"], 0, tmp_path / "0", "[1/1]", [], environ=dict(os.environ))
+    assert math.isnan(jobs.run(job))
+    assert "killed by signal 9" in capsys.readouterr().out
+    assert json.loads((tmp_path / "0" / "result.json").read_text())["overrides"] == ["seed=1"]
+
+
+def test_a_killed_sweep_is_marked_by_the_next_one(cli):
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "rl_pipeline.train", "-m", "seed=1,2", "total_steps=1e9"],
+        cwd=cli.cwd, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        env={k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")},
+    )  # fmt: skip
+    deadline = time.monotonic() + 90
+    while not list(cli.cwd.glob("multirun/*/*/0/output.log")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    sweep.send_signal(signal.SIGKILL)
+    sweep.wait()
+    assert cli("-m", "seed=1", "debug=short", "total_steps=300", "eval.episodes=0").returncode == 0
+    with sqlite3.connect(cli.cwd / "mlflow.db") as db:
+        parents = db.execute(
+            "select r.status from runs r join tags t on t.run_uuid = r.run_uuid"
+            " where t.key = 'kind' order by r.start_time"
+        ).fetchall()
+    assert parents == [("KILLED",), ("FINISHED",)]
+
+
+def test_a_sweep_is_resumed_with_its_own_overrides_and_those_of_now_win(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("multirun/a")
+    folder.mkdir(parents=True)
+    saved = {"name": "n", "overrides": ["backend=a,b", "seed=1", "study.resume=old"]}
+    (folder / "study.json").write_text(json.dumps(saved))
+    found = runs.with_resumed_sweep(["study.resume=n", "seed=1,2"])
+    assert found == ["-m", "backend=a,b", "study.resume=n", "seed=1,2",
+                     "hydra.sweep.dir='multirun/a'"]  # fmt: skip
+    assert runs.with_resumed_sweep(["seed=1"]) == ["seed=1"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `cluster`")
+@pytest.mark.skipif(
+    find_spec("hydra_plugins.hydra_ray_launcher") is None, reason="needs hydra-ray-launcher"
+)
+def test_jobs_on_ray_have_their_share_and_a_bad_one_stays_alone(tmp_path):
+    cli = Cli(tmp_path)
+    out = cli(
+        "-m", "hydra/launcher=ray", "+hydra.launcher.ray.remote.num_cpus=1",
+        "algo.learning_rate=1e-3,1e30", "backend=envpool,gymnasium", "seed=1", "debug=short",
+        "total_steps=600", "eval.episodes=0",
+    )  # fmt: skip
+    assert out.returncode == 1, out.stdout + out.stderr
+    assert "2 of 4 jobs did not finish" in out.stderr
+    results = cli.results()
+    assert sorted(r["status"] for r in results) == ["failed", "failed", "finished", "finished"]
+    assert {r["effective"]["threads"]["budget"] for r in results} == {1}
+    with sqlite3.connect(tmp_path / "mlflow.db") as db:
+        parents = db.execute("select value from tags where key = 'mlflow.parentRunId'").fetchall()
+    assert len(parents) == 4 and len(set(parents)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("hydra_plugins.hydra_optuna_sweeper") is None, reason="needs the extra `sweep`"
+)
+def test_optuna_maximises_the_return_and_passes_over_a_job_that_failed(tmp_path):
+    cli = Cli(tmp_path)
+    line = ("-m", "sweep=optuna", "hydra.sweeper.n_trials=4", "~hydra.sweeper.params",
+            "algo.learning_rate=choice(1e-3,1e30)", "seed=1", *QUICK[:3])  # fmt: skip
+    out = cli(*line, "hydra.sweeper.sampler.seed=1")
+    assert "Traceback" not in out.stderr, out.stderr
+    statuses = [r["status"] for r in cli.results()]
+    assert len(statuses) == 4 and set(statuses) == {"finished", "failed"}
+    (best,) = tmp_path.rglob("optimization_results.yaml")
+    assert "algo.learning_rate: 0.001" in best.read_text()
+    out = cli(*line, "hydra.sweeper.direction=minimize")
+    assert out.returncode == 2 and "use hydra.sweeper.direction=maximize" in out.stderr
