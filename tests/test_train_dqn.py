@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import settings
 
-from rl_pipeline import checkpoint
+from rl_pipeline import build, checkpoint
 from rl_pipeline.config import ConfigError
 
 SHORT = (
@@ -17,6 +17,12 @@ SHORT = (
     "log_every_s=0.2", "total_steps=2000", "eval.episodes=2", "seed=5", "buffer.capacity=1500",
     "algo.learning_starts=200", "algo.target_every=100", "network.hidden=[32]", "recipe=none",
 )  # fmt: skip
+
+
+def train(folder: Path, *overrides: str) -> dict:
+    """A run in this process; returns result.json's object."""
+    session, _ = build.make_session(settings(*overrides), folder, list(overrides))
+    return session.run()
 
 
 def only(folder: Path, name: str) -> Path:
@@ -38,17 +44,14 @@ def last(folder: Path) -> dict:
         ["buffer=prioritized", "algo.double=true"],
     ],
 )
-def test_every_buffer_trains(cli, buffer):
-    out = cli(*SHORT, *buffer, "backend.num_envs=2")
-    assert out.returncode == 0, out.stderr
-    (result,) = cli.results()
+def test_every_buffer_trains(tmp_path, buffer):
+    result = train(tmp_path, *SHORT, *buffer, "backend.num_envs=2")
     assert 2000 <= result["counters"]["env_steps"] <= 2001
     assert result["counters"]["updates"] == pytest.approx((2000 - 200) * 8 / 32, abs=1)
     assert result["effective"]["buffer"] == buffer[0].split("=")[1]
     assert 0 < result["buffer"]["bytes"] < result["buffer"]["available_bytes"]
     assert {"act", "env", "store", "sample", "learn"} <= result["phases"].keys()
-    (folder,) = cli.folders()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     final = {k: v for row in rows for k, v in row["metrics"].items()}
     assert final["explore/epsilon"] == 0.05
     assert final["replay/ratio"] == pytest.approx(8, rel=0.03)
@@ -109,10 +112,10 @@ def test_environments_that_restart_cut_the_replay(cli):
     assert ((after[:, 0] - obs[:, 0]).abs() < 0.02 * 4 * steps.round()).all()
 
 
-def test_lanes_train(cli):
-    out = cli(*SHORT, "buffer=deque", "backend=envpool_async", "backend.num_envs=4")
-    assert out.returncode == 0, out.stderr
-    (result,) = cli.results()
+def test_lanes_train(tmp_path):
+    result = train(
+        tmp_path, *SHORT, "buffer=uniform", "backend=envpool_async", "backend.num_envs=4"
+    )  # fmt: skip
     assert result["counters"]["updates"] == pytest.approx((2000 - 200) * 8 / 32, abs=2)
 
 
