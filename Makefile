@@ -83,10 +83,13 @@ bench-buffers: setup ## Compare replay buffers with others' (10 minutes; QUICK=1
 repro-backends: setup ## Study: which backend trains CartPole fastest (10 minutes; QUICK=1: 3)
 	$(PY) -m experiments.backends.study
 
-# Studies by name; SEEDS=, STEPS=, DEVICE= change them.
-STUDIES := backends vectorization
+repro-replay: setup ## Study: what the choice of replay buffer costs a DQN end to end
+	$(PY) -m experiments.replay.study
+
+# Studies by target; SEEDS=, STEPS=, DEVICE= change them.
+STUDIES := repro-backends repro-vectorization repro-replay bench-buffers precision-compile
 reproduce: setup ## Run every study under experiments/ (QUICK=1: under 3 minutes each)
-	@for study in $(STUDIES); do $(MAKE) --no-print-directory repro-$$study || exit 1; done
+	@for study in $(STUDIES); do $(MAKE) --no-print-directory $$study || exit 1; done
 
 lint: setup ## Check style and types
 	$(VENV)/bin/ruff check .
