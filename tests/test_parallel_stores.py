@@ -27,6 +27,7 @@ def until(condition, what: str) -> None:
 
 def sweep(cwd: Path, *overrides: str) -> subprocess.Popen[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
+    env["PYTHONPATH"] = os.pathsep.join([str(cwd), env.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "rl_pipeline.train", "-m", "debug=short", "eval.episodes=0",
                "tracking.flush_s=0.5", "tracking.system_metrics=false", *overrides]  # fmt: skip
     return subprocess.Popen(
@@ -115,12 +116,24 @@ class Server:
 
 
 def test_eight_jobs_on_a_server_that_goes_away_for_ten_seconds(tmp_path):
+    # Trainings that mostly wait: eight that compute would leave two cores no time for the rest.
+    (tmp_path / "slow.py").write_text(
+        "import time, gymnasium as gym\n"
+        "class Env(gym.Wrapper):\n"
+        "    def __init__(self, render_mode=None):\n"
+        "        super().__init__(gym.make('CartPole-v1'))\n"
+        "    def step(self, action):\n"
+        "        time.sleep(0.005)\n"
+        "        return super().step(action)\n"
+        "gym.register('Slow-v0', entry_point='slow:Env')\n"
+    )
     server = Server(tmp_path)
     server.start()
     job = None
     try:
         job = sweep(
             tmp_path, "seed=1,2,3,4,5,6,7,8", "hydra.launcher.n_jobs=8", "total_steps=1e9",
+            "env=gym", "env.id=slow:Slow-v0", "backend.num_envs=1",
             "tracking=server", f"tracking.uri={server.uri}",
         )  # fmt: skip
 
