@@ -116,6 +116,7 @@ def test_a_killed_job_is_told_with_its_signal(tmp_path, capsys, monkeypatch):
     assert json.loads((tmp_path / "0" / "result.json").read_text())["overrides"] == ["seed=1"]
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_is_marked_by_the_next_one(cli):
     sweep = subprocess.Popen(
         [sys.executable, "-m", "rl_pipeline.train", "-m", "seed=1,2", "total_steps=1e9"],

@@ -109,6 +109,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(cli):
     assert first["returns"]["train_mean"] == second["returns"]["train_mean"]
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_elsewhere_stays_in_its_store(cli):
     home, elsewhere = Cli(cli.cwd / "home"), Cli(cli.cwd / "elsewhere")
     for place in (home, elsewhere):
@@ -237,6 +238,7 @@ def test_a_sweep_that_is_told_to_end_takes_its_jobs_along(cli):
     assert set(query(cli, "select status from runs")) == {("KILLED",)}
 
 
+@pytest.mark.slow
 def test_a_sweep_folder_is_used_once(cli):
     line = ("-m", "seed=1", *SHORT, "total_steps=300", "eval.episodes=0", "hydra.sweep.dir=s")
     assert cli(*line).returncode == 0
@@ -246,6 +248,7 @@ def test_a_sweep_folder_is_used_once(cli):
     assert len(cli.folders()) == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_passes_on_where_its_options_live(cli):
     (cli.cwd / "more" / "experiment").mkdir(parents=True)
     (cli.cwd / "more" / "experiment" / "far.yaml").write_text(
@@ -308,6 +311,7 @@ def test_pixels_train_on_the_real_game(cli):
     assert all(np.isfinite(r["metrics"]["loss/total"]) for r in rows)
 
 
+@pytest.mark.slow
 def test_the_wall_clock_ends_a_run_and_an_unmeasured_one_has_no_phases(cli):
     out = cli("tracking=none", "profile=none", "max_wall_s=1", "total_steps=1e9", "eval.episodes=0")
     assert out.returncode == 0, out.stderr

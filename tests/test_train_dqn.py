@@ -84,6 +84,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(cli):
     assert only(cut, "replay-*.pt").name == "replay-000000002000.pt"
 
 
+@pytest.mark.slow
 def test_without_a_saved_replay_a_resumed_run_fills_it_anew(cli):
     line = (*SHORT, "eval.episodes=0", "buffer=deque", "buffer.save=false")
     assert cli(*line, "total_steps=1000").returncode == 0
@@ -98,6 +99,7 @@ def test_without_a_saved_replay_a_resumed_run_fills_it_anew(cli):
     assert result["counters"]["updates"] - done == (1000 - 200) * 8 // 32
 
 
+@pytest.mark.slow
 def test_environments_that_restart_cut_the_replay(cli):
     line = (*SHORT, "eval.episodes=0", "buffer=deque", "backend=envpool", "algo.n_step=3")
     assert cli(*line, "total_steps=1000").returncode == 0
