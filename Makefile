@@ -45,8 +45,8 @@ ui: setup ## Open the MLflow UI on http://127.0.0.1:5000 (PORT=)
 	$(VENV)/bin/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
 
 precision-compile: setup ## What precision and compilation give (about 20 minutes; QUICK=1: 3)
-	$(PY) experiments/precision_compile/updates.py
-	$(PY) experiments/precision_compile/study.py $(ARGS)
+	$(PY) -m experiments.precision_compile.updates
+	$(PY) -m experiments.precision_compile.study $(ARGS)
 
 gpu-check: setup ## Every learner x precision x compile mode on the GPU, on stand-ins without one
 	$(PY) -m pytest -q tests/gpu_check.py $(ARGS)
@@ -64,11 +64,11 @@ try-postgres: setup ## Sweep and compare on a PostgreSQL store: PG=postgresql://
 sweep: setup ## Compare backends on CartPole: a small sweep that ends in a table
 	$(PY) -m rl_pipeline.train sweep=backends $(ARGS)
 
-learn: setup ## Prove that PPO learns (about 40 minutes; skips what has a result)
-	$(PY) experiments/learning/study.py $(ARGS)
+learn: setup ## Prove that PPO and DQN learn (hours; skips what has a result; ARGS="cartpole")
+	$(PY) -m experiments.learning.study $(ARGS)
 
 parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong"; minutes)
-	$(PY) experiments/parity/study.py $(TASKS)
+	$(PY) -m experiments.parity.study $(TASKS)
 
 bench-envs: setup ## Environments alone: steps/s by backend, and what adapters cost (10 minutes; QUICK=1: 3)
 	QUICK=$(QUICK) $(PY) -m experiments.envs.bench $(ARGS)

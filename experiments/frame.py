@@ -1,4 +1,4 @@
-"""A study is a sweep preset and the comparison it ends in; this runs one and keeps its results.
+"""What the studies share: a sweep preset with the comparison it ends in, or single runs kept.
 
 SEEDS, STEPS and DEVICE in the environment change a study, QUICK=1 makes it a matter of minutes
 whose results are shown and not kept. A study that was stopped goes on where it was.
@@ -6,12 +6,17 @@ whose results are shown and not kept. A study that was stopped goes on where it 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import bootstrap
 
 KEPT = ("comparison.json", "groups.csv", "pareto.png", "curves.png", "effects.png")
 BEGIN, END = "<!-- results: written by make repro -->", "<!-- end of results -->"
@@ -70,3 +75,41 @@ def _tell(folder: Path, table: str) -> None:
     ]
     body = "\n\n".join([table.strip(), *pictures])
     readme.write_text(f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}")
+
+
+def train(
+    folder: Path, cell: str, overrides: Sequence[str], environ: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Train in a fresh process under `folder`/runs: the part of the record to keep, the rows."""
+    run = folder / "runs" / cell
+    shutil.rmtree(run, ignore_errors=True)  # a cell that was stopped begins anew
+    print(" ".join(overrides), flush=True)
+    subprocess.run(
+        [sys.executable, "-m", "rl_pipeline.train", *overrides, f"hydra.run.dir={run}"],
+        check=True, stdout=subprocess.DEVNULL, env=os.environ | dict(environ or {}),
+    )  # fmt: skip
+    result = json.loads((run / "result.json").read_text())
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = ("status", "seed", "overrides", "effective", "counters", "returns", "throughput")
+    record = {key: result[key] for key in (*kept, "compile")} | {
+        "git": result["provenance"]["git"],
+        # A study's own results do not make its code another one.
+        "dirty": [
+            name
+            for name in result["provenance"]["dirty_files"] or []
+            if not name.startswith(f"experiments/{folder.name}/")
+        ],
+        "cpu": result["hardware"]["cpu_model"],
+    }
+    return record, rows
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean over seeds; values [seeds]."""
+    if len(values) < 2 or np.ptp(values) == 0:
+        return float(values[0]), float(values[0])
+    # Percentile: with five seeds near the task's maximum BCa degenerates.
+    found = bootstrap(
+        (values,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0)
+    ).confidence_interval
+    return float(found.low), float(found.high)

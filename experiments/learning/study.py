@@ -1,4 +1,4 @@
-"""Do PPO and DQN learn what they should, equally on both backends? Run by `make learn`.
+"""Do PPO and DQN learn what they should, equally on every backend? Run by `make learn`.
 
 Every cell (task, backend, seed) that has a result under results/ is skipped, so that the study can
 be stopped and continued. Arguments: names of tasks to run; none means all.
@@ -7,14 +7,14 @@ be stopped and continued. Arguments: names of tasks to run; none means all.
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from scipy.stats import bootstrap
+
+from experiments import frame
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -40,11 +40,12 @@ class Task:
         return self.env if self.algo == "ppo" else f"{self.algo}-{self.env}"
 
 
+BACKENDS = ("envpool", "gymnasium", "envpool_async")
 TASKS = [
-    Task("cartpole", ("envpool", "gymnasium"), (1, 2, 3, 4, 5), 150_000, 475, "most"),
+    Task("cartpole", BACKENDS, (1, 2, 3, 4, 5), 150_000, 475, "most"),
     Task("acrobot", ("envpool",), (1, 2, 3), 300_000, -100, "mean"),
     Task("pendulum", ("envpool",), (1, 2, 3), 500_000, -300, "mean"),
-    Task("halfcheetah", ("envpool",), (1, 2, 3), 1_000_000, 1200, "mean"),
+    Task("halfcheetah", ("envpool", "envpool_async"), (1, 2, 3), 1_000_000, 1200, "mean"),
     Task("cartpole", ("gymnasium",), (1, 2, 3, 4, 5), 80_000, 475, "most", "dqn"),
     Task("acrobot", ("gymnasium",), (1, 2, 3), 100_000, -100, "mean", "dqn"),
 ]
@@ -55,34 +56,14 @@ def run_cell(task: Task, backend: str, seed: int) -> None:
     path = RESULTS / f"{task.name}-{backend}-{seed}.json"
     if path.exists():
         return
-    folder = HERE / "runs" / path.stem
-    shutil.rmtree(folder, ignore_errors=True)  # a cell that was stopped begins anew
     overrides = [
         f"algo={task.algo}", f"env={task.env}", f"backend={backend}", f"seed={seed}",
         f"total_steps={task.total_steps}", f"eval.every_steps={task.total_steps // 10}",
         "tracking=none", "checkpoint.every_steps=0",
     ]  # fmt: skip
-    print(" ".join(overrides), flush=True)
-    subprocess.run(
-        [sys.executable, "-m", "rl_pipeline.train", *overrides, f"hydra.run.dir={folder}"],
-        check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    result = json.loads((folder / "result.json").read_text())
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    record, rows = frame.train(HERE, path.stem, overrides)
     evaluations = [(r["step"], r["metrics"].get("return/eval")) for r in rows]
-    curve = [point for point in evaluations if point[1] is not None]
-    kept = ("status", "seed", "overrides", "effective", "counters", "returns")
-    record = {key: result[key] for key in kept} | {
-        "curve": curve,
-        "git": result["provenance"]["git"],
-        # This study's own results do not make its code another one.
-        "dirty": [
-            name
-            for name in result["provenance"]["dirty_files"] or []
-            if not name.startswith("experiments/learning/")
-        ],
-        "cpu": result["hardware"]["cpu_model"],
-    }
+    record["curve"] = [point for point in evaluations if point[1] is not None]
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -91,17 +72,6 @@ def load(task: Task, backend: str) -> list[dict]:
     """The results of a task on a backend, by seed."""
     paths = [RESULTS / f"{task.name}-{backend}-{seed}.json" for seed in task.seeds]
     return [json.loads(p.read_text()) for p in paths if p.exists()]
-
-
-def interval(values: np.ndarray) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean over seeds; values [seeds]."""
-    if np.ptp(values) == 0:
-        return float(values[0]), float(values[0])
-    # Percentile: with five seeds near the task's maximum BCa degenerates.
-    found = bootstrap(
-        (values,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0)
-    ).confidence_interval
-    return float(found.low), float(found.high)
 
 
 def curves(results: list[dict]) -> np.ndarray:
@@ -121,7 +91,7 @@ def table() -> str:
             if not results:
                 continue
             final = np.array([r["returns"]["eval_mean"] for r in results])
-            low, high = interval(final)
+            low, high = frame.interval(final)
             reached = int((final >= task.bar).sum())
             if task.rule == "most":
                 verdict = reached >= len(task.seeds) - 1
@@ -138,20 +108,21 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def agreement() -> str:
-    """Whether the two backends' curves agree on cartpole."""
-    task = TASKS[0]
-    both = [load(task, backend) for backend in task.backends]
+def agreement(task: Task, backend: str) -> str:
+    """Whether a backend's curve agrees with that of the task's first one."""
+    base = task.backends[0]
+    both = [load(task, name) for name in (base, backend)]
     if any(len(results) < len(task.seeds) for results in both):
         return ""
     first, second = (curves(results) for results in both)
     lines = [
-        f"| tenth of the run | {task.backends[0]} [95 %] | {task.backends[1]} [95 %] | overlap |",
+        f"### {task.name}: {backend} against {base}\n",
+        f"| tenth of the run | {base} [95 %] | {backend} [95 %] | overlap |",
         "| --- | --- | --- | --- |",
     ]
     overlaps = 0
     for point in range(first.shape[1]):
-        a, b = interval(first[:, point]), interval(second[:, point])
+        a, b = frame.interval(first[:, point]), frame.interval(second[:, point])
         overlap = a[0] <= b[1] and b[0] <= a[1]
         overlaps += overlap
         lines.append(
@@ -165,7 +136,7 @@ def agreement() -> str:
     ).confidence_interval  # fmt: skip
     lines.append(
         f"\nThe intervals overlap at {overlaps} of {first.shape[1]} points. Mean return over the "
-        f"whole run, {task.backends[0]} minus {task.backends[1]}: "
+        f"whole run, {base} minus {backend}: "
         f"{first.mean() - second.mean():+.1f} [{area.low:.1f}, {area.high:.1f}] (95 % bootstrap "
         f"interval over seeds): {'no difference' if area.low <= 0 <= area.high else 'DIFFERENT'}."
     )
@@ -187,7 +158,7 @@ def picture() -> None:
                 continue
             values = curves(results)
             steps = np.mean([[s for s, _ in r["curve"]] for r in results], axis=0)
-            bands = np.array([interval(column) for column in values.T])
+            bands = np.array([frame.interval(column) for column in values.T])
             axis.plot(steps, values.mean(0), marker="o", markersize=3, label=backend)
             axis.fill_between(steps, bands[:, 0], bands[:, 1], alpha=0.2)
         axis.axhline(task.bar, color="grey", linestyle=":", linewidth=1)
@@ -210,7 +181,8 @@ def main() -> None:
             for seed in task.seeds:
                 for backend in task.backends:
                     run_cell(task, backend, seed)
-    text = table() + "\n" + agreement()
+    pairs = [agreement(task, other) for task in TASKS for other in task.backends[1:]]
+    text = "\n".join([table(), *filter(None, pairs)])
     (HERE / "table.md").write_text(text)
     picture()
     print(text)

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import bootstrap
+
+from experiments import frame
 
 HERE = Path(__file__).parent
-QUICK = bool(os.environ.get("QUICK"))
+QUICK = os.environ.get("QUICK", "") not in ("", "0")
 RESULTS = HERE / ("quick" if QUICK else "results")
 TASKS = {  # seeds; steps of the quick form
     "cartpole_ppo": ((1, 2, 3), 10_000),
@@ -36,37 +35,18 @@ def run_cell(task: str, precision: str, compiled: str, seed: int) -> None:
     path = RESULTS / f"{task}-{precision}-{compiled}-{seed}.json"
     if path.exists():
         return
-    folder = HERE / "runs" / path.stem
-    shutil.rmtree(folder, ignore_errors=True)  # a cell that was stopped begins anew
     overrides = [
         f"experiment=speed_{task}", f"precision={precision}", f"compile={compiled}",
         f"seed={seed}", "tracking=none",
     ]  # fmt: skip
     if QUICK:
         overrides += [f"total_steps={TASKS[task][1]}", "eval.episodes=0", "log_every_s=0.3"]
-    print(" ".join(overrides), flush=True)
-    subprocess.run(
-        [sys.executable, "-m", "rl_pipeline.train", *overrides, f"hydra.run.dir={folder}"],
-        check=True, stdout=subprocess.DEVNULL,
-        # Its own, so that the first seed of a cell builds its graphs and the others load them.
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(HERE / "runs" / "cache")},
-    )  # fmt: skip
-    result = json.loads((folder / "result.json").read_text())
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    # Their own, so that the first seed of a cell builds its graphs and the others load them.
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(HERE / "runs" / "cache")}
+    record, rows = frame.train(HERE, path.stem, overrides, cache)
     key = "health/max_abs_log_ratio_first_minibatch"
     ratios = [r["metrics"][key] for r in rows if key in r["metrics"]]
-    kept = ("status", "seed", "overrides", "effective", "counters", "returns", "throughput")
-    record = {key: result[key] for key in (*kept, "compile")} | {
-        "max_abs_log_ratio": max(ratios, default=None),
-        "git": result["provenance"]["git"],
-        # This study's own results do not make its code another one.
-        "dirty": [
-            name
-            for name in result["provenance"]["dirty_files"] or []
-            if not name.startswith("experiments/precision_compile/")
-        ],
-        "cpu": result["hardware"]["cpu_model"],
-    }
+    record["max_abs_log_ratio"] = max(ratios, default=None)
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -76,16 +56,6 @@ def load(task: str, precision: str, compiled: str) -> list[dict]:
     seeds = TASKS[task][0]
     paths = [RESULTS / f"{task}-{precision}-{compiled}-{seed}.json" for seed in seeds]
     return [json.loads(p.read_text()) for p in paths if p.exists()]
-
-
-def interval(values: np.ndarray) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean over seeds; values [seeds]."""
-    if len(values) < 2 or np.ptp(values) == 0:
-        return float(values[0]), float(values[0])
-    found = bootstrap(
-        (values,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0)
-    ).confidence_interval
-    return float(found.low), float(found.high)
 
 
 def score(result: dict) -> float:
@@ -114,7 +84,7 @@ def table() -> str:
             )
             base = base or float(np.median(updates))
             returns = np.array([score(r) for r in results])
-            low, high = interval(returns)
+            low, high = frame.interval(returns)
             note = "" if all(r["throughput"]["steady"] for r in results) else "*"
             ratios = [r["max_abs_log_ratio"] for r in results if r["max_abs_log_ratio"] is not None]
             lines.append(

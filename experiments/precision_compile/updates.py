@@ -28,7 +28,7 @@ from rl_pipeline.telemetry.provenance import provenance
 from rl_pipeline.types import Batch, Continuous, Discrete, EnvSpec
 
 HERE = Path(__file__).parent
-ROUNDS = 5 if os.environ.get("QUICK") else 15
+ROUNDS = 5 if os.environ.get("QUICK", "") not in ("", "0") else 15
 CELLS = {
     "fp32 eager": ["precision=fp32", "compile=eager"],
     "bf16 eager": ["precision=bf16", "compile=eager"],
