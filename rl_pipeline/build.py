@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 
 from rl_pipeline import checkpoint, config, runs
 from rl_pipeline.evaluate import evaluate
-from rl_pipeline.phases import NullPhases, Phases
 from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
 from rl_pipeline.session import Session
 from rl_pipeline.settings import ConfigError, Settings
@@ -220,9 +219,7 @@ def make_session(
     runtime = make_runtime(settings, seed)
     facts = make_facts(settings, folder, overrides, runtime, run_id)
     threads = runtime.threads.env_threads
-    phases = (
-        Phases(new_event=runtime.new_event()) if settings.profile.name == "phases" else NullPhases()
-    )
+    phases = runtime.make_phases(settings.profile.name)
     runtime.log.phase = lambda: phases("compile")
     envs = make_training_envs(settings, stream_seed(seed, "envs"), threads, runtime.beside_envs)
     training = make_training(settings, envs, runtime, phases, folder)

@@ -39,7 +39,7 @@ PLANNED = {
     "algo": {"sac"},
     "network": {"impala_cnn", "lstm"},
     "mode": {"overlap", "apex", "seed"},
-    "profile": {"cprofile", "trace", "serialised"},
+    "profile": {"cprofile", "trace"},
 }
 
 

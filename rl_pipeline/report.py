@@ -86,6 +86,9 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
             grid.add_row(
                 "bottleneck", f"{found['phase']} ({found['share']:.0%} of training): {gain}"
             )
+    for wait in result.get("transfers", {}).get("hidden_waits", [])[:3]:
+        grid.add_row("waits", f"{wait['phase']} waits for the GPU at {wait['where']}, "
+                     f"{wait['count']:,} times")  # fmt: skip
     grid.add_row("folder", shown_path(result["folder"]))
     tracked = result.get("tracking", {})
     if tracked.get("run_id"):

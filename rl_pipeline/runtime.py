@@ -19,6 +19,7 @@ from rl_pipeline.cpus import cpu_budget, positive_int
 from rl_pipeline.graphs import Call, CompileLog, GraphFunction, calling
 from rl_pipeline.models import FlatParameters
 from rl_pipeline.optim import Adam, GradientStep, Loss
+from rl_pipeline.phases import NullPhases, Phases, SerialisedPhases
 from rl_pipeline.precision import FP32, Arithmetic, choose_arithmetic
 from rl_pipeline.settings import Settings
 from rl_pipeline.transfers import Transfers
@@ -204,6 +205,22 @@ class Runtime:
             yield
         finally:
             torch.set_num_threads(self.threads.torch_threads)
+
+    def make_phases(self, profile: str) -> Phases | NullPhases:
+        """As `profile` wants them.
+
+        Raises ValueError for profile=serialised without a device that works behind the host's back.
+        """
+        if profile == "none":
+            return NullPhases()
+        if profile == "phases":
+            return Phases(new_event=self.new_event())
+        if self.device.type == "cpu":
+            raise ValueError(
+                "profile=serialised waits for a GPU around each phase and has no effect on the "
+                "CPU, where profile=phases is exact; use that"
+            )
+        return SerialisedPhases(self.synchronize)
 
     def new_event(self) -> Callable[[], Any] | None:
         """Factory of timing events where work is asynchronous, else None."""

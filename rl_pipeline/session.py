@@ -22,13 +22,13 @@ from rl_pipeline.checkpoint import Checkpoints
 from rl_pipeline.graphs import CompileLog
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.schedule import Pace
-from rl_pipeline.phases import NullPhases, Phases
+from rl_pipeline.phases import NullPhases, Phases, SerialisedPhases
 from rl_pipeline.settings import Settings
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView
 from rl_pipeline.telemetry.recorder import Recorder, bottleneck
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker
-from rl_pipeline.transfers import Transfers
+from rl_pipeline.transfers import HiddenWaits, Transfers
 from rl_pipeline.types import Episode, Learner, Metrics, ReplayBuffer, VecEnv
 
 DRAIN_S = 60.0
@@ -116,6 +116,7 @@ class Session:
     _next_look: int = 0
     """Env steps at which something other than a log tick is due."""
     _note: str = ""
+    _waits: HiddenWaits | None = None
 
     def run(self, resume_from: dict[str, Any] | None = None) -> dict[str, Any]:
         """Train to the end; returns result.json's object, which is written in every case.
@@ -146,7 +147,11 @@ class Session:
         self.facts["startup"]["until_first_step_s"] = time.time() - psutil.Process().create_time()
         self.recorder.start(self.counters)
         self._look_at()
-        self.loop(self.counters, obs, self._after_turn)
+        with ExitStack() as watched:
+            if isinstance(phases := self.phases, SerialisedPhases):
+                self._waits = HiddenWaits(lambda: phases.current)
+                watched.enter_context(self._waits.watching())
+            self.loop(self.counters, obs, self._after_turn)
         return self._note or None
 
     def _look_at(self) -> None:
@@ -352,6 +357,8 @@ class Session:
             }
         if copies := self.transfers.report(self.counters.env_steps):
             result["transfers"] = copies
+        if self._waits:
+            result["transfers"] = copies | {"hidden_waits": self._waits.report()}
         if phases:
             result["phases"] = phases
             result["bottleneck"] = bottleneck(phases)

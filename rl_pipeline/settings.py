@@ -271,7 +271,7 @@ class ModeSettings(Frozen):
 class ProfileSettings(Frozen):
     """What is measured inside the loop."""
 
-    name: Literal["phases", "none"]
+    name: Literal["phases", "serialised", "none"]
 
 
 class TrackingSettings(Frozen):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -107,3 +111,51 @@ class Transfers:
             for name, total in both.items()
             if total.copies
         }
+
+
+class HiddenWaits:
+    """Where the host waits for the device although nobody asked for it: `.item()`, `if tensor:`.
+
+    torch warns of each while its sync-debug mode is on. The copy of actions to the host (`d2h`)
+    is meant, and so is what logging, evaluation and saving read.
+    """
+
+    MEANT = ("d2h", "log", "eval", "checkpoint")
+
+    def __init__(self, phase: Callable[[], str]) -> None:
+        """`phase()` names the phase that is open."""
+        self._phase = phase
+        self.found: Counter[tuple[str, str]] = Counter()
+
+    @contextmanager
+    def watching(
+        self, set_mode: Callable[[str], None] = torch.cuda.set_sync_debug_mode
+    ) -> Iterator[None]:
+        """Counts inside; other warnings are shown as ever."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+            show = warnings.showwarning
+
+            def count(
+                message: Warning | str, category: type[Warning], filename: str, lineno: int,
+                file: TextIO | None = None, line: str | None = None,
+            ) -> None:  # fmt: skip
+                if "synchronizing CUDA operation" not in str(message):
+                    show(message, category, filename, lineno, file, line)
+                elif (phase := self._phase()) not in self.MEANT:
+                    place = os.sep.join(filename.split(os.sep)[-2:])
+                    self.found[phase, f"{place}:{lineno}"] += 1
+
+            warnings.showwarning = count
+            set_mode("warn")
+            try:
+                yield
+            finally:
+                set_mode("default")
+
+    def report(self) -> list[dict[str, Any]]:
+        """By count, the most frequent first."""
+        return [
+            {"phase": phase, "where": where, "count": count}
+            for (phase, where), count in self.found.most_common()
+        ]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import threading
+import time
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +21,10 @@ from rl_pipeline.cpus import cpu_budget
 from rl_pipeline.envs.lanes import Lanes
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.sync import Counters
-from rl_pipeline.phases import NullPhases, Phases
-from rl_pipeline.runtime import STREAMS, Runtime, stream_seed, thread_plan
+from rl_pipeline.phases import NullPhases, Phases, SerialisedPhases
+from rl_pipeline.runtime import STREAMS, Runtime, ThreadPlan, stream_seed, thread_plan
 from rl_pipeline.telemetry.recorder import Recorder, bottleneck
+from rl_pipeline.transfers import HiddenWaits, StagingRing
 from rl_pipeline.types import Discrete, EnvSpec, Episode, Step
 
 
@@ -130,6 +134,99 @@ def test_device_time_is_charged_to_the_phase_that_launched_it():
     assert seconds["h2d"] == pytest.approx(12 * 0.002, abs=0.014)
     assert seconds["log"] == pytest.approx(0.001)
     assert sum(seconds.values()) == pytest.approx(clock.now)
+
+
+def test_serialised_phases_hold_all_that_they_launched():
+    """Without events: each phase waits for its own work, and none pays for another's."""
+    clock = Clock()
+    device = FakeDevice(clock)
+    phases = SerialisedPhases(device.wait, clock.ns)
+    for _ in range(3):
+        with phases("act"):
+            clock.now += 1
+            device.launch(4)
+            with phases("d2h"):
+                clock.now += 0.5
+        with phases("learn"):
+            device.launch(16)
+        with phases("env"):
+            clock.now += 2
+    assert phases.window() == {"act": 15, "d2h": 1.5, "learn": 48, "env": 6}
+    assert phases.current == "other"
+    with pytest.raises(ValueError, match="profile=serialised .* use that"):
+        Runtime(torch.device("cpu"), "", ThreadPlan(1, 1, 1, 1), 0).make_phases("serialised")
+
+
+def test_hidden_waits_are_counted_by_phase_and_line(recwarn):
+    """A stand-in for torch's sync-debug mode: the very warning, where a device would give it."""
+    phases, modes = Phases(), []
+    waits = HiddenWaits(lambda: phases.current)
+
+    def wait() -> None:
+        warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+
+    with waits.watching(modes.append):
+        for _ in range(5):
+            with phases("learn"):
+                wait()
+                with phases("d2h"):
+                    wait()
+        with phases("env"):
+            wait()
+            warnings.warn("something else", stacklevel=1)
+    assert modes == ["warn", "default"]
+    assert [(w["phase"], w["count"]) for w in waits.report()] == [("learn", 5), ("env", 1)]
+    assert all(w["where"].startswith("tests/test_phases.py:") for w in waits.report())
+    assert [str(w.message) for w in recwarn] == ["something else"]
+
+
+class LateCopies:
+    """A device whose copies read their source some milliseconds after they were launched."""
+
+    def __init__(self, guarded: bool) -> None:
+        self.guarded, self.waits = guarded, 0
+        self.events: list = []
+
+    def pin(self, array: np.ndarray) -> torch.Tensor:
+        return torch.empty_like(torch.from_numpy(array))
+
+    def launch(self, slot: torch.Tensor):
+        arrived, copied, device = torch.empty_like(slot), threading.Event(), self
+
+        def copy() -> None:
+            time.sleep(0.005)
+            arrived.copy_(slot)
+            copied.set()
+
+        threading.Thread(target=copy).start()
+
+        class Event:
+            def synchronize(self) -> None:
+                device.waits += 1
+                if device.guarded:
+                    copied.wait()
+
+            finish = copied.wait
+
+        self.events.append(Event())
+        return arrived, self.events[-1]
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_no_observation_changes_on_its_way_to_the_device(guarded: bool):
+    """100 copies through two slots; with the guard taken out the device sees the next one's."""
+    device = LateCopies(guarded)
+    stage = StagingRing(device.pin, device.launch)
+    host = np.empty(1000, np.float32)
+    arrived = []
+    for i in range(100):
+        host[:] = i  # the array is the environment's own and changes at once
+        arrived.append(stage(host))
+    for event in device.events:
+        event.finish()
+    right = [bool((x == i).all()) for i, x in enumerate(arrived)]
+    assert all(right) == guarded
+    assert device.waits == 98
 
 
 def test_without_a_profile_phases_are_absent():
