@@ -164,6 +164,10 @@ def make_facts(
     }
     if settings.seed is None:
         reasons["seed"] = f"{runtime.seed} (drawn, none was given)"
+    command = ["python", "-m", "rl_pipeline.train", *overrides]
+    commands = {"command": shlex.join(command)}
+    if settings.resume:
+        commands["resume_command"] = shlex.join([*command, f"resume={settings.resume}"])
     return {
         "run_id": run_id,
         "name": name
@@ -181,8 +185,7 @@ def make_facts(
         "effective": effective,
         "reasons": reasons,
         "startup": {},
-        "provenance": provenance(Path.cwd())
-        | {"command": shlex.join(["python", "-m", "rl_pipeline.train", *overrides])},
+        "provenance": provenance(Path.cwd()) | commands,
     }
 
 
