@@ -11,7 +11,10 @@ how many earlier rows the frame stack of a row reaches back to (0: filled with i
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
 
 from rl_pipeline.buffers.layout import FANOUT
 
@@ -26,6 +29,26 @@ BAD_ENV, BAD_START, BAD_STACK = -1, -2, -3
 """What `append` refuses: an id out of range, a valid row right after an end, a broken stack."""
 
 compiled = njit(nogil=True, cache=True, error_model="numpy")
+
+
+@intrinsic
+def _copy_words(typing, to, to_first, source, first, count):
+    """Words `first` to `first + count` of `source`, counted over all axes, to `to_first` of `to`.
+
+    By memcpy: a loop over the words of a frame takes 1.7 times as long.
+    """
+    if (to.layout, source.layout) != ("C", "C") or to.dtype != source.dtype:
+        raise TypingError("_copy_words is for contiguous arrays of one dtype")
+
+    def generate(context, builder, signature, args):
+        a, a_first, b, b_first, num = args
+        a = context.make_array(signature.args[0])(context, builder, a)
+        b = context.make_array(signature.args[2])(context, builder, b)
+        places = builder.gep(a.data, [a_first]), builder.gep(b.data, [b_first])
+        cgutils.raw_memcpy(builder, *places, num, a.itemsize)
+        return context.get_dummy_value()
+
+    return types.void(to, types.int64, source, types.int64, types.int64), generate
 
 
 # -- random numbers ------------------------------------------------------------------------------
@@ -214,8 +237,7 @@ def append(
             num_changed = _free(k, slot, T, N, depth, meta, size, changed, num_changed)
             frame = depth - 1 - (pads - p)
             if keep_frames:
-                for w in range(W):
-                    frames[slot, w] = obs[stack + frame * W + w]
+                _copy_words(frames, slot * W, obs, stack + frame * W, W)
             real = p == pads
             flags = np.uint32(0)
             if real:
@@ -239,8 +261,7 @@ def append(
         broken[e] = 0
         # Only where the next row will be compared with this one.
         if depth > 1 and (not valid[row] or history < depth - 1):
-            for w in range(depth * W):
-                last[e, w] = obs[stack + w]
+            _copy_words(last, e * depth * W, obs, stack, depth * W)
     return num_changed, num_written
 
 
@@ -402,12 +423,12 @@ def _copy_stack(slot, N, depth, frames, meta, out, b, first):
     """The observation in `slot` into `out[b, first:]`, its frame stack rebuilt."""
     width = frames.shape[1]
     history = np.int64(meta[slot, HISTORY]) if depth > 1 else 0
+    first += b * out.shape[1]
     for i in range(depth):
         source = slot - min(depth - 1 - i, history) * N
         if source < 0:
             source += frames.shape[0]
-        for w in range(width):
-            out[b, first + i * width + w] = frames[source, w]
+        _copy_words(out, first + i * width, frames, source * width, width)
 
 
 @compiled
@@ -433,8 +454,7 @@ def gather(
             oldest = slots[b] - np.int64(meta[slots[b], HISTORY]) * N
             if oldest < 0:
                 oldest += frames.shape[0]
-            for w in range(width):
-                obs[b, w] = frames[oldest, w]
+            _copy_words(obs, b * obs.shape[1], frames, oldest * width, width)
             _copy_stack(ends[b], N, depth, frames, meta, obs, b, width)
     for b in range(slots.shape[0]):
         slot = slots[b]

@@ -37,8 +37,9 @@ class Replay(Ring):
         plan = self.layout
         self._rng = np.array([self._seed], np.uint64)
         self._frames = self._allocate_frames((plan.capacity, self._words))
-        self._mass = np.zeros(plan.capacity if plan.prioritized else 0)
-        self._tree = np.zeros(layout.tree_size(self._starts) if plan.prioritized else 0)
+        leaves, nodes = plan.capacity, layout.tree_size(self._starts)
+        self._mass = layout.zeros((leaves if plan.prioritized else 0,), np.float64)
+        self._tree = layout.zeros((nodes if plan.prioritized else 0,), np.float64)
         places = (plan.rows // plan.stride, plan.num_envs)
         self._states = {
             name: np.zeros((*places, *shape), np.float32)
@@ -49,7 +50,7 @@ class Replay(Ring):
 
     def _allocate_frames(self, shape: tuple[int, int]) -> np.ndarray:
         layout.refuse_if_too_large(self.layout, layout.available_memory(), "of memory")
-        return np.zeros(shape, self._word)
+        return layout.zeros(shape, self._word)
 
     @property
     def nbytes(self) -> int:

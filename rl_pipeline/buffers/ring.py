@@ -151,7 +151,7 @@ class Ring(ABC):
         self._word = np.dtype(np.uint32 if plan.frame_bytes % 4 == 0 else np.uint8)
         self._words = plan.frame_bytes // self._word.itemsize
         self._frames = np.zeros((0, self._words), self._word)
-        self._meta = np.zeros((plan.capacity, layout.META_WORDS + plan.action_words), np.uint32)
+        self._meta = layout.zeros((plan.capacity, layout.META_WORDS + plan.action_words), np.uint32)
         self._meta_f = self._meta.view(np.float32)
         self._books = np.zeros((3, plan.num_envs), np.int64)
         self._counts, self._broken, self._size = self._books
