@@ -74,9 +74,10 @@ def race(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
 
 
 def warm(buffer: Contender, fill: int) -> None:
-    """Draw about twice what is stored, so that no cell pays for memory read for the first time.
+    """Draw about twice what is stored, so that no cell pays for memory that lay idle.
 
-    Without it the first cell timed at 1M rows came out ten times slower than the next one.
+    What was filled before the others is slow to read at first (here by ten times at 1M rows): the
+    system takes pages that nobody touches for cold.
     """
     until = time.perf_counter() + WARM_S
     for _ in range(2 * fill // BATCHES[-1]):
@@ -120,7 +121,8 @@ def measure(task: Task, prioritized: bool, fill: int) -> list[dict[str, Any]]:
             ABSENT[f"{name}, {'prioritized' if prioritized else 'uniform'}"] = str(error)
             continue
         buffers[name].fill(fill)
-        warm(buffers[name], fill)
+    for buffer in list(buffers.values()) * 2:
+        warm(buffer, fill)
     cells = []
     cell = {"task": task.name, "sampler": "prioritized" if prioritized else "uniform", "fill": fill}
 

@@ -11,6 +11,7 @@ how many earlier rows the frame stack of a row reaches back to (0: filled with i
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.errors import TypingError
@@ -24,6 +25,9 @@ REWARD, FLAGS, HISTORY, ACTION = 0, 1, 2, 3
 """Words of a row's record."""
 COUNT, BROKEN, SIZE = 0, 1, 2
 """The books [3, N]: rows written, whether the stream begins anew, and drawable rows in all."""
+
+AHEAD = 16
+"""Rows whose cache lines are asked for before they are copied."""
 
 BAD_ENV, BAD_START, BAD_STACK = -1, -2, -3
 """What `append` refuses: an id out of range, a valid row right after an end, a broken stack."""
@@ -49,6 +53,25 @@ def _copy_words(typing, to, to_first, source, first, count):
         return context.get_dummy_value()
 
     return types.void(to, types.int64, source, types.int64, types.int64), generate
+
+
+@intrinsic
+def _prefetch(typing, array, place):
+    """Ask for the cache line of a word, counted over all axes; there is nothing to wait for."""
+    if array.layout != "C":
+        raise TypingError("_prefetch is for contiguous arrays")
+
+    def generate(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        address = builder.bitcast(builder.gep(data, [args[1]]), byte)
+        # To read, into all levels, as data.
+        builder.call(function, [address, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
 
 
 # -- random numbers ------------------------------------------------------------------------------
@@ -403,19 +426,24 @@ def set_masses(ids, new, num_rows, meta, counts, mass, tree, starts, slots):
 
 
 @compiled
-def _copy_rows(slots, frames, out):
-    """Rows one by one. Cache lines are asked for a chunk ahead, so that their misses overlap."""
-    width = frames.shape[1]
-    touched = frames[0, 0]
-    for begin in range(0, slots.shape[0], 32):
-        end = min(begin + 32, slots.shape[0])
-        for b in range(begin, end):
-            touched ^= frames[slots[b], 0] ^ frames[slots[b], width - 1]
-        for b in range(begin, end):
-            slot = slots[b]
+def _copy_rows(slots, ends, frames, meta, obs, next_obs):
+    """Rows and their successors one by one; the cache misses of AHEAD rows overlap."""
+    size, width, words = slots.shape[0], frames.shape[1], meta.shape[1]
+    for b in range(-AHEAD, size):
+        if b + AHEAD < size:
+            slot, end = slots[b + AHEAD], ends[b + AHEAD]
+            _prefetch(frames, slot * width)
+            _prefetch(frames, slot * width + width - 1)
+            _prefetch(frames, end * width)
+            _prefetch(frames, end * width + width - 1)
+            _prefetch(meta, slot * words)
+            _prefetch(meta, slot * words + words - 1)
+        if b >= 0:
+            slot, end = slots[b], ends[b]
             for w in range(width):
-                out[b, w] = frames[slot, w]
-    return touched
+                obs[b, w] = frames[slot, w]
+            for w in range(width):
+                next_obs[b, w] = frames[end, w]
 
 
 @compiled
@@ -439,12 +467,11 @@ def gather(
     """Copy the drawn transitions out: obs and next_obs [B, depth * W], action [B, A] as words.
 
     Where next_obs is empty, obs is [B, (depth + 1) * W]: one step on, a stack shares all but one
-    frame with the one before. What is returned only keeps the compiler from dropping the loads
-    that ask ahead.
+    frame with the one before.
     """
-    touched, width = frames[0, 0], frames.shape[1]
+    width = frames.shape[1]
     if depth == 1:
-        touched ^= _copy_rows(slots, frames, obs) ^ _copy_rows(ends, frames, next_obs)
+        _copy_rows(slots, ends, frames, meta, obs, next_obs)
     elif next_obs.shape[0]:
         for b in range(slots.shape[0]):
             _copy_stack(slots[b], N, depth, frames, meta, obs, b, 0)
@@ -470,7 +497,6 @@ def gather(
                 slot -= meta.shape[0]
         reward[b] = total
         discount[b] = 0.0 if meta[last, FLAGS] & TERMINATED else factor
-    return touched
 
 
 @compiled
