@@ -381,25 +381,40 @@ def draw_uniform(rng, num_rows, n_step, meta, counts, ids, slots, ends, spans):
 
 @compiled
 def draw_prioritized(
-    rng, num_rows, n_step, meta, counts, tree, starts, ids, slots, ends, spans, mass
+    rng, num_rows, n_step, meta, counts, tree, starts, beta, ids, slots, ends, spans, weight
 ):
-    """Draw rows in proportion to their mass, one from each of B equal parts of the sum."""
+    """Draw rows in proportion to their mass, one from each of B equal parts of the sum.
+
+    `weight` is (size P(i))^-beta over the batch's largest: size and sum cancel out.
+    """
     size = ids.shape[0]
     part = tree[starts[starts.shape[0] - 1]] / size
+    mass = np.empty(size)
     for b in range(size):
         mass[b] = (b + _uniform(rng)) * part
     tree_find(tree, starts, mass, slots)
+    least = np.inf
     for b in range(size):
         mass[b] = tree[slots[b]]
+        least = min(least, mass[b])
+    for b in range(size):
+        weight[b] = (least / mass[b]) ** beta
     _identify(slots, num_rows, n_step, meta, counts, ids, ends, spans)
 
 
 @compiled
-def set_masses(ids, new, num_rows, meta, counts, mass, tree, starts, slots):
-    """Set the mass of the rows that still exist; of equal ids the largest counts.
+def set_priorities(ids, priorities, alpha, num_rows, meta, counts, mass, tree, starts):
+    """Set the priorities of the rows that still exist; of equal ids the largest counts.
 
-    Returns how many of `ids` still existed.
+    Returns how many of `ids` still existed, and the largest priority; or -1, with nothing done,
+    unless all are finite and above 0.
     """
+    largest = 0.0
+    for b in range(priorities.shape[0]):
+        if not (0.0 < priorities[b] < np.inf):
+            return -1, 0.0
+        largest = max(largest, priorities[b])
+    slots, new = np.empty(ids.shape[0], np.int64), np.empty(ids.shape[0])
     N = counts.shape[0]
     alive = 0
     for b in range(ids.shape[0]):
@@ -412,14 +427,14 @@ def set_masses(ids, new, num_rows, meta, counts, mass, tree, starts, slots):
             continue
         tree[slot] = 0.0
         slots[alive] = slot
-        new[alive] = new[b]
+        new[alive] = priorities[b] ** alpha
         alive += 1
     for i in range(alive):
         slot = slots[i]
         tree[slot] = max(tree[slot], new[i])
         mass[slot] = tree[slot]
     tree_refresh(tree, starts, slots, alive)
-    return alive
+    return alive, largest
 
 
 # -- gathering -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_pipeline.buffers import kernels, layout
-from rl_pipeline.buffers.ring import Priorities, Ring, Sequences
+from rl_pipeline.buffers.ring import BAD_PRIORITIES, Priorities, Ring, Sequences, as_float64
 from rl_pipeline.types import Batch, SequenceBatch
 
 __all__ = ["Draw", "Priorities", "Replay", "Sequences"]
@@ -116,14 +116,12 @@ class Replay(Ring):
                     ids, slots, ends, spans,
                 )  # fmt: skip
                 return Draw(ids, slots, ends, spans, np.ones(batch_size, np.float32))
-            mass = np.empty(batch_size)
+            weight = np.empty(batch_size, np.float32)
             kernels.draw_prioritized(
                 rng, self.layout.rows, self.n_step, self._meta, self._counts, self._tree,
-                self._starts, ids, slots, ends, spans, mass,
+                self._starts, self._priorities.beta_at(progress), ids, slots, ends, spans, weight,
             )  # fmt: skip
-        # (size P(i))^-beta over the batch's largest: size and sum cancel out.
-        weight = (mass.min() / mass) ** self._priorities.beta_at(progress)
-        return Draw(ids, slots, ends, spans, weight.astype(np.float32))
+        return Draw(ids, slots, ends, spans, weight)
 
     def gather(self, draw: Draw) -> Batch:
         """The second half of `sample`: copy the rows out; none may be overwritten between."""
@@ -211,17 +209,18 @@ class Replay(Ring):
         """
         if self._priorities is None:
             raise ValueError("priorities have no effect on buffer=uniform")
-        values = self._priorities.checked(priorities)
-        ids = np.ascontiguousarray(ids, np.int64)
+        values, ids = as_float64(priorities), np.ascontiguousarray(ids, np.int64)
         if ids.shape != values.shape:
             raise ValueError(f"{len(values)} priorities for {len(ids)} transitions")
-        mass = values**self._priorities.alpha
         with self.lock:
-            self._raise_largest(values)
-            return kernels.set_masses(
-                ids, mass, self.layout.rows, self._meta, self._counts, self._mass, self._tree,
-                self._starts, np.empty(len(ids), np.int64),
+            existed, largest = kernels.set_priorities(
+                ids, values, self._priorities.alpha, self.layout.rows, self._meta, self._counts,
+                self._mass, self._tree, self._starts,
             )  # fmt: skip
+            if existed < 0:
+                raise ValueError(BAD_PRIORITIES)
+            self._max_priority = max(self._max_priority, largest)
+        return existed
 
     def random_state(self) -> np.ndarray:
         """A copy, as `draw` takes it."""

@@ -22,6 +22,16 @@ from rl_pipeline.buffers import kernels, layout
 from rl_pipeline.types import Continuous, EnvSpec, Step
 
 
+BAD_PRIORITIES = "priorities must be finite and above 0 (add a small constant)"
+
+
+def as_float64(values: np.ndarray | Tensor) -> np.ndarray:
+    """As one contiguous axis on the host."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    return np.ascontiguousarray(values, np.float64).reshape(-1)
+
+
 @dataclass(frozen=True)
 class Priorities:
     """Proportional prioritized replay (Schaul et al. 2016, arXiv:1511.05952).
@@ -40,12 +50,10 @@ class Priorities:
 
     def checked(self, priorities: np.ndarray | Tensor) -> np.ndarray:
         """As float64; raises ValueError unless all are finite and above 0."""
-        if isinstance(priorities, Tensor):
-            priorities = priorities.detach().cpu().numpy()
-        values = np.asarray(priorities, np.float64).reshape(-1)
+        values = as_float64(priorities)
         # One comparison each also catches NaN.
         if len(values) and not (values.min() > 0.0 and values.max() < math.inf):
-            raise ValueError("priorities must be finite and above 0 (add a small constant)")
+            raise ValueError(BAD_PRIORITIES)
         return values
 
 
