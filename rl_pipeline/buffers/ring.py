@@ -21,7 +21,6 @@ from torch import Tensor
 from rl_pipeline.buffers import kernels, layout
 from rl_pipeline.types import Continuous, EnvSpec, Step
 
-
 BAD_PRIORITIES = "priorities must be finite and above 0 (add a small constant)"
 
 
