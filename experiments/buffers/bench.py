@@ -56,12 +56,18 @@ def timed(call: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - begin) / calls * 1e6
 
 
+def calls_in(seconds: float, call: Callable[[], Any]) -> int:
+    """How many calls last that long; the first ones, which are cold, do not decide."""
+    call()
+    count = 1
+    while (took := min(timed(call, count) for _ in range(3)) * count / 1e6) < seconds / 2:
+        count *= 2
+    return max(1, round(count * seconds / took))
+
+
 def race(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     """Quartiles of the microseconds of one call, all taking turns."""
-    counts = {}
-    for name, call in calls.items():
-        call()
-        counts[name] = max(1, min(2000, int(TURN_S * 1e6 / max(timed(call, 3), 0.1))))
+    counts = {name: calls_in(TURN_S, call) for name, call in calls.items()}
     measured: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
     gc.disable()
