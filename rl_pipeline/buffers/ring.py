@@ -145,8 +145,8 @@ class Ring(ABC):
         self._allocate()
         # Put together once: at a few microseconds an `add` every look-up shows.
         plan = self.layout
-        self._how = (plan.rows, plan.depth, self._span, plan.stride, self._keeps_frames)
-        self._what = (self._frames, self._meta, self._meta_f, self._books, self._last)
+        how = np.array([plan.rows, plan.depth, self._span, plan.stride, self._keeps_frames])
+        self._ring = (how, self._frames, self._meta, self._books, self._last)
         self._room_for = 0
         self._accepted: tuple | None = None
         """What the last rows looked like, where nothing had to be done about it."""
@@ -272,7 +272,7 @@ class Ring(ABC):
             num_changed, num_written = kernels.append(
                 obs.ravel().view(self._word), action.view(np.uint32), step.reward,
                 step.terminated, step.truncated, step.valid, step.env_ids,
-                *self._how, *self._what, outputs,
+                *self._ring, outputs,
             )  # fmt: skip
             if num_changed < 0:
                 raise self._refusal(num_changed, num_written)
