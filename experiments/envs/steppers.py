@@ -39,6 +39,14 @@ def settings_of(cell: Cell) -> Settings:
         return config.load(compose("config", overrides=overrides))
 
 
+@cache
+def spec_of(cell: Cell) -> EnvSpec:
+    """What its environments observe and take."""
+    envs = make_ours(cell, seed=0)
+    envs.close()
+    return envs.spec
+
+
 def draw_actions(spec: EnvSpec, rng: np.random.Generator) -> list[np.ndarray]:
     """Random actions [N] or [N, *action_shape], as a policy would give them."""
     num, action = spec.num_envs, spec.action

@@ -218,8 +218,8 @@ def append(
     """Write a block; returns (changed, written) or (error, environment).
 
     obs [L * n, ...] and action [L * n, ...] are words, frames [T * N, W] too; `how` is T, depth,
-    span, stride and whether frames are kept here (each argument costs a call its time); `out` [4, ...]
-    says what was done: the frame `out[3, i]` of row `out[2, i]` of the block went to slot
+    span, stride and whether frames are kept here (each argument costs a call its time). `out`
+    [4, ...] says what was done: the frame `out[3, i]` of row `out[2, i]` of the block went to slot
     `out[1, i]`. A stack that can go on from the rows before it costs one frame; at the begin of a
     stream whose first stack is neither that nor filled, its older frames are stored first, as rows
     that only carry them.
