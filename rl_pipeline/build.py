@@ -185,8 +185,14 @@ def make_facts(
         "effective": effective,
         "reasons": reasons,
         "startup": {},
-        "provenance": provenance(Path.cwd()) | commands,
+        "provenance": _provenance() | commands,
     }
+
+
+def _provenance() -> dict[str, Any]:
+    """Of the code that runs, wherever one works; of the working directory for an installed copy."""
+    ours = provenance(config.PACKAGE)
+    return ours if ours["git"] else provenance(Path.cwd())
 
 
 def make_evaluation(

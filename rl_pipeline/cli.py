@@ -30,7 +30,7 @@ def parse(model: type[Model], argv: list[str]) -> Model:
     for argument in argv:
         key, equals, value = argument.partition("=")
         if not equals:
-            raise ConfigError(f"{argument} is no key=value; --help lists the arguments")
+            raise ConfigError(f"{argument} is no key=value")
         if key not in valid:
             raise ConfigError(f"{key} is no argument here{near(key, valid)}")
         # As Hydra reads numbers and null; the rest stays the text it is.

@@ -123,7 +123,7 @@ def _read(uri: str, settings: CompareSettings) -> Any:
 
 def main() -> None:
     """Entry point."""
-    with refusing():
+    with refusing("--help lists the arguments"):
         if {"-h", "--help"} & set(sys.argv[1:]):
             print(f"{__doc__}\n{cli.usage(CompareSettings)}")
             return

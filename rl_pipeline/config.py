@@ -194,7 +194,9 @@ def _options(group: str, word: str | None = None) -> str:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def refusing(
+    hint: str = "--cfg job --resolve prints the settings, --help the groups",
+) -> Iterator[None]:
     """Answer bad input inside the block in a line or two on stderr, with exit code 2."""
     try:
         yield
@@ -204,7 +206,7 @@ def refusing() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         message = explain_composition(error)
     print("\n".join(f"error: {line}" for line in message.splitlines() if line), file=sys.stderr)
-    print("       --cfg job --resolve prints the settings, --help the groups", file=sys.stderr)
+    print(f"       {hint}", file=sys.stderr)
     sys.exit(2)
 
 

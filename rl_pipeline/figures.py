@@ -15,6 +15,7 @@ from rl_pipeline import stats
 from rl_pipeline.comparison import seconds_of
 from rl_pipeline.findings import short
 from rl_pipeline.groups import Comparison, Group
+from rl_pipeline.report import in_one_line, what_ran
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -251,9 +252,9 @@ def page(
     drawn: dict[str, Picture],
 ) -> str:
     """One HTML page that needs nothing else, no script and no network."""
-    parts = [f"<h1>{html.escape(found.name)}</h1>"]
-    if found.answer:
-        parts.append(f"<p class=answer>{html.escape('; '.join(found.answer))}.</p>")
+    parts = [f"<h1>{html.escape(found.name)}</h1>", f"<p>{html.escape(what_ran(found))}</p>"]
+    if answer := in_one_line(found):
+        parts.append(f"<p class=answer>{html.escape(answer)}.</p>")
     parts.append(_html_table(header, rows))
     parts += [f"<p>{html.escape(line)}</p>" for line in caption.splitlines()]
     for group in found.groups:

@@ -95,8 +95,9 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         if tracked.get("trouble"):
             grid.add_row("mlflow", f"store trouble: {tracked['trouble']}; the rows are kept")
         grid.add_row("mlflow", how_to_open(tracked["uri"]))
-        page = f"#/experiments/{tracked['experiment_id']}/runs/{tracked['run_id']}"
-        grid.add_row("", f"{server_of(tracked['uri'])}/{page}")
+        page = f"{server_of(tracked['uri'])}/#/experiments/{tracked['experiment_id']}/runs"
+        grid.add_row("", f"{page}/{tracked['run_id']}")
+        grid.add_row("", f"{page}?viewStateShareKey=rl_pipeline  (all runs)")
     elif tracked.get("trouble") or tracked.get("pending"):
         grid.add_row("mlflow", f"not reached ({tracked.get('trouble')}); rows in metrics.jsonl")
         folder = shown_path(result["folder"])
@@ -151,9 +152,11 @@ def server_of(uri: str) -> str:
 
 _COLUMNS: dict[str, Callable[[Group], str]] = {
     "runs": lambda g: str(len(g.runs)),
-    "env steps/s": lambda g: _estimate(g.speed, ",.0f") + ("" if g.steady or not g.speed else "*"),
+    "env steps/s": lambda g: (
+        _estimate(g, g.speed, ",.0f") + ("" if g.steady or not g.speed else "*")
+    ),
     "speed-up": lambda g: g.verdict,
-    "return": lambda g: _estimate(g.returns, ".1f"),
+    "return": lambda g: _estimate(g, g.returns, ".1f"),
     "learning": lambda g: _parity(g),
     "reached": lambda g: f"{g.reached}/{len(g.done)}",
     "steps to it": lambda g: _number(g.steps_to, ",.0f"),
@@ -190,25 +193,54 @@ def comparison_caption(found: Comparison) -> str:
         f"return: {found.return_metric}, IQM at {found.at_steps:,.0f} env steps [95 % bootstrap]; "
         "learning: not worse if the loss is below the margin with 95 % confidence (Yuen)",
     ]
+    if any(g.has_few and g.speed and g.speed.known for g in found.groups):
+        lines.append("(a to b): the range of a setting with too few runs for an interval")
     if found.threshold is not None:
         lines.append(f"it: a training return of {found.threshold:g}; medians over runs")
     if any(g.speed and not g.steady for g in found.groups):
-        lines.append("* no steady state was reached: longer runs (total_steps) can be compared")
+        lines.append(
+            "* no steady state was reached: runs that train on for some 10 s after their warm-up "
+            "(total_steps) can be compared"
+        )
     return "\n".join(lines)
 
 
-def _estimate(value: Estimate | None, form: str) -> str:
+def in_one_line(found: Comparison) -> str:
+    """The answer; where all runs are too short, that."""
+    if not found.answer and len(found.groups) > 1 and not any(g.steady for g in found.groups):
+        return "no verdict on speed: no run reached a steady state"
+    return "; ".join(found.answer)
+
+
+def what_ran(found: Comparison) -> str:
+    """Task, algorithm and length, where all runs have them in common."""
+    runs = [run for group in found.groups for run in group.runs]
+    told = []
+    for key in ("algo", "env.id", "total_steps"):
+        values = {run.settings[key] for run in runs if key in run.settings}
+        if len(values) == 1:
+            told.append(values.pop())
+    return " ".join([*told[:2], *(f"{int(n):,} env steps" for n in told[2:] if n.isdigit())])
+
+
+def _estimate(group: Group, value: Estimate | None, form: str) -> str:
     if value is None:
         return ""
     text = f"{value.value:{form}}"
-    return f"{text} [{value.low:{form}}, {value.high:{form}}]" if value.known else text
+    if not value.known:
+        return text
+    if group.has_few:
+        return f"{text} ({value.low:{form}} to {value.high:{form}})"
+    return f"{text} [{value.low:{form}}, {value.high:{form}}]"
 
 
 def _parity(group: Group) -> str:
     parity = group.parity
     if parity is None:
         return ""
-    words = {"open": "open: more seeds", "unknown": "one run"}.get(parity.verdict, parity.verdict)
+    words = {"open": "open: more seeds", "unknown": "too few runs"}.get(
+        parity.verdict, parity.verdict
+    )
     return words if math.isnan(parity.margin) else f"{words} (margin {parity.margin:.1f})"
 
 
@@ -238,8 +270,8 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
     for group in found.groups:
         for run in group.failures:
             console.print(f"[red]{run.status}[/] {run.name}\n    {run.reason}", markup=True)
-    if found.answer:
-        console.print("; ".join(found.answer), style="bold", markup=False)
+    if answer := in_one_line(found):
+        console.print(answer, style="bold", markup=False)
     for note in found.notes:
         console.print(f"- {note}", markup=False)
 
@@ -252,7 +284,7 @@ def write_comparison(found: Comparison, folder: Path) -> list[Path]:
     header, rows = comparison_rows(found)
     caption = comparison_caption(found)
     drawn = figures.pictures(found)
-    answer = "; ".join(found.answer)
+    answer = in_one_line(found)
     notes = "\n".join(f"- {note}" for note in found.notes)
     files: dict[str, str | bytes] = {
         "table.md": f"{markdown(header, rows)}\n{answer}\n\n{caption}\n\n{notes}\n",

@@ -10,6 +10,7 @@ differences by Yuen's trimmed t test of the same means (Yuen 1974).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -20,6 +21,10 @@ from scipy import stats
 LEVEL = 0.95
 TRIM = 0.25
 RESAMPLES = 2000
+FEW = 5
+"""Below this many runs a bootstrap interval of one group is little more than their range."""
+LEAST = 3
+"""Runs on each side below which nothing is said about learning."""
 
 
 class Estimate(NamedTuple):
@@ -61,11 +66,16 @@ def iqm(values: Any, axis: int = 0) -> Any:
 
 
 def middle(values: Sequence[float], statistic: Any) -> Estimate:
-    """`statistic` (np.median, iqm) of runs with its bootstrap interval; none for a single run."""
+    """`statistic` (np.median, iqm) of runs with its bootstrap interval, or of FEW their range.
+
+    There is none for a single run.
+    """
     array = np.asarray(values, float)
     value = float(statistic(array, axis=0))
     if len(array) < 2:
         return Estimate(value)
+    if len(array) < FEW:
+        return Estimate(value, float(array.min()), float(array.max()))
     low, high = bootstrap(array, statistic)
     return Estimate(value, float(low), float(high))
 
@@ -81,7 +91,10 @@ def difference(
     cut_a, cut_b = (stats.trimboth(x, trim) if trim else x for x in (a, b))
     if np.ptp(cut_a) == np.ptp(cut_b) == 0:
         return Estimate(value, value, value)  # all runs alike: the test would divide by zero
-    found = stats.ttest_ind(a, b, equal_var=False, trim=trim).confidence_interval(level)
+    with warnings.catch_warnings():
+        # Of runs that are all alike scipy doubts the variance, which is 0 as it should be.
+        warnings.filterwarnings("ignore", message="Precision loss", category=RuntimeWarning)
+        found = stats.ttest_ind(a, b, equal_var=False, trim=trim).confidence_interval(level)
     return Estimate(value, float(found.low), float(found.high))
 
 
@@ -113,9 +126,12 @@ class Parity(NamedTuple):
 
 
 def parity(returns: Sequence[float], base: Sequence[float], margin: float) -> Parity:
-    """Non-inferiority: not worse if the loss of return is surely below `margin`."""
+    """Non-inferiority: not worse if the loss of return is surely below `margin`.
+
+    Unknown with less than LEAST runs on a side: two that happen to agree would look certain.
+    """
     found = difference(returns, base, TRIM, level=2 * LEVEL - 1)
-    if not found.known:
+    if min(len(returns), len(base)) < LEAST:
         return Parity(found, margin, "unknown")
     if found.low > -margin:
         return Parity(found, margin, "not worse")

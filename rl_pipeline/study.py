@@ -91,6 +91,7 @@ class Study(Callback):
             page = f"{server}/#/experiments/{self._parent['experiment_id']}/runs"
             print(f"        {page}/{self._parent['run_id']}/artifacts  (the answer)")
             print(f"        {page}?viewStateShareKey={self._parent['run_id']}  (the jobs)")
+            print(f"again   python -m rl_pipeline.compare study={self._parent['run_id']}")
         if failed:
             print(f"{len(failed)} of {len(study.runs)} jobs did not finish", file=sys.stderr)
             if _ordered_by_us(config) and config.hydra.sweeper._target_.endswith("BasicSweeper"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -162,3 +163,14 @@ def test_curves_are_read_at_equal_steps_and_never_beyond_their_end():
 def test_training_seconds_come_from_the_windows_rates():
     seconds = stats.training_seconds(np.array([100.0, 300, 400]), np.array([100.0, 50, 100]))
     assert seconds.tolist() == [1, 5, 6]
+
+
+def test_few_runs_have_a_range_and_no_say_about_learning():
+    assert stats.middle([3.0, 1.0, 2.0], np.median) == (2.0, 1.0, 3.0)
+    five = stats.middle([3.0, 1.0, 2.0, 5.0, 4.0], np.median)
+    assert 1.0 <= five.low < 3.0 < five.high <= 5.0
+    # Two runs that agree by chance would pass any test.
+    assert stats.parity([500.0, 500.0], [126.5, 148.4], 10.0).verdict == "unknown"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert stats.parity([500.0] * 3, [126.5, 148.4, 150.0], 10.0).verdict == "not worse"

@@ -128,6 +128,8 @@ def _make(env: EnvSettings, **fixed) -> gym.Env:
             hint = f"; use env=pong and the like, or env.id=ale_py:{env.id}"
         elif env.envpool_id is not None:
             hint += "; or use backend=envpool"
+        if isinstance(error, ModuleNotFoundError):
+            hint = "; pip install the package that registers it into this environment" + hint
         raise ValueError(f"Gymnasium cannot make env.id={env.id}: {error}{hint}") from error
     except TypeError as error:
         if not env.kwargs:
