@@ -150,8 +150,9 @@ def picture() -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(TASKS), figsize=(4 * len(TASKS), 3.2))
-    for axis, task in zip(axes, TASKS, strict=True):
+    tasks = [task for task in TASKS if any(load(task, backend) for backend in task.backends)]
+    figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.2))
+    for axis, task in zip(axes, tasks, strict=True):
         for backend in task.backends:
             results = load(task, backend)
             if not results:
