@@ -26,6 +26,7 @@ class Task:
 
     env: str
     backends: tuple[str, ...]
+    """With further choices, if any, as on the command line; the first is what others agree with."""
     seeds: tuple[int, ...]
     total_steps: int
     bar: float
@@ -41,23 +42,32 @@ class Task:
 
 
 BACKENDS = ("envpool", "gymnasium", "envpool_async")
+HALFCHEETAH = (
+    "envpool", "envpool_async", "envpool compile=default", "envpool precision=bf16 compile=default",
+)  # fmt: skip
 TASKS = [
     Task("cartpole", BACKENDS, (1, 2, 3, 4, 5), 150_000, 475, "most"),
     Task("acrobot", ("envpool",), (1, 2, 3), 300_000, -100, "mean"),
     Task("pendulum", ("envpool",), (1, 2, 3), 500_000, -300, "mean"),
-    Task("halfcheetah", ("envpool", "envpool_async"), (1, 2, 3), 1_000_000, 1200, "mean"),
+    Task("halfcheetah", HALFCHEETAH, (1, 2, 3), 1_000_000, 1200, "mean"),
     Task("cartpole", ("gymnasium",), (1, 2, 3, 4, 5), 80_000, 475, "most", "dqn"),
     Task("acrobot", ("gymnasium",), (1, 2, 3), 100_000, -100, "mean", "dqn"),
 ]
 
 
+def path_of(task: Task, backend: str, seed: int) -> Path:
+    """The file of one cell's result."""
+    return RESULTS / f"{task.name}-{backend}-{seed}.json".replace(" ", "-")
+
+
 def run_cell(task: Task, backend: str, seed: int) -> None:
     """Train one cell and keep the part of its record that the study needs."""
-    path = RESULTS / f"{task.name}-{backend}-{seed}.json"
+    path = path_of(task, backend, seed)
     if path.exists():
         return
+    name, *choices = backend.split()
     overrides = [
-        f"algo={task.algo}", f"env={task.env}", f"backend={backend}", f"seed={seed}",
+        f"algo={task.algo}", f"env={task.env}", f"backend={name}", *choices, f"seed={seed}",
         f"total_steps={task.total_steps}", f"eval.every_steps={task.total_steps // 10}",
         "tracking=none", "checkpoint.every_steps=0",
     ]  # fmt: skip
@@ -70,7 +80,7 @@ def run_cell(task: Task, backend: str, seed: int) -> None:
 
 def load(task: Task, backend: str) -> list[dict]:
     """The results of a task on a backend, by seed."""
-    paths = [RESULTS / f"{task.name}-{backend}-{seed}.json" for seed in task.seeds]
+    paths = [path_of(task, backend, seed) for seed in task.seeds]
     return [json.loads(p.read_text()) for p in paths if p.exists()]
 
 
