@@ -44,7 +44,7 @@ setup-sweep: setup ## Add Optuna and Hydra's sweeper for it
 ui: setup ## Open the MLflow UI on http://127.0.0.1:5000 (PORT=)
 	$(VENV)/bin/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
 
-precision-compile: setup ## What precision and compilation give (about 20 minutes; QUICK=1: 3)
+precision-compile: setup ## What precision and compilation give (30 minutes; QUICK=1: 3)
 	$(PY) -m experiments.precision_compile.updates
 	$(PY) -m experiments.precision_compile.study $(ARGS)
 
@@ -70,13 +70,13 @@ learn: setup ## Prove that PPO and DQN learn (hours; skips what has a result; AR
 parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong"; minutes)
 	$(PY) -m experiments.parity.study $(TASKS)
 
-bench-envs: setup ## Environments alone: steps/s by backend, and what adapters cost (10 minutes; QUICK=1: 3)
+bench-envs: setup ## Environments alone: steps/s by backend, and what adapters cost (25 minutes; QUICK=1: 3)
 	QUICK=$(QUICK) $(PY) -m experiments.envs.bench $(ARGS)
 
 repro-vectorization: setup ## What stepping many environments at once is worth (8 minutes; QUICK=1: 3)
 	QUICK=$(QUICK) $(PY) -m experiments.vectorization.study $(ARGS)
 
-bench-buffers: setup ## Compare replay buffers with others' (10 minutes; QUICK=1: under 3)
+bench-buffers: setup ## Compare replay buffers with others' (4 minutes; QUICK=1: under 3)
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev,bench]'
 	QUICK=$(QUICK) $(PY) experiments/buffers/bench.py
 
