@@ -33,6 +33,8 @@ from rl_pipeline.telemetry.provenance import provenance  # noqa: E402
 
 HERE = Path(__file__).parent
 QUICK = os.environ.get("QUICK", "0") not in ("", "0")
+OUT = HERE / "quick" if QUICK else HERE
+"""A short run must not take the place of a full one's results."""
 BATCHES = (32, 256, 512)
 FILLS = {
     "vector": (2_000, 100_000, 1_000_000),
@@ -267,7 +269,7 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure everything and write bench.json, table.md and bench.png beside this file."""
+    """Measure everything and write bench.json, table.md and bench.png."""
     random.seed(0)
     about, cells = facts(), []
     for name, fills in FILLS.items():
@@ -279,13 +281,14 @@ def main() -> None:
             for fill in fills:
                 cells += measure(Task(name), prioritized, fill)
                 gc.collect()
-    (HERE / "bench.json").write_text(
+    OUT.mkdir(exist_ok=True)
+    (OUT / "bench.json").write_text(
         json.dumps({"facts": about, "absent": ABSENT, "cells": cells}, indent=1) + "\n"
     )
     text = tables(cells)
     lines = [f"- {key}: {value}" for key, value in about.items()]
-    (HERE / "table.md").write_text(text + "\nMeasured on:\n\n" + "\n".join(lines) + "\n")
-    draw(cells, HERE / "bench.png")
+    (OUT / "table.md").write_text(text + "\nMeasured on:\n\n" + "\n".join(lines) + "\n")
+    draw(cells, OUT / "bench.png")
     print(text)
 
 

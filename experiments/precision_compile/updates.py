@@ -28,7 +28,9 @@ from rl_pipeline.telemetry.provenance import provenance
 from rl_pipeline.types import Batch, Continuous, Discrete, EnvSpec
 
 HERE = Path(__file__).parent
-ROUNDS = 5 if os.environ.get("QUICK", "") not in ("", "0") else 15
+QUICK = os.environ.get("QUICK", "") not in ("", "0")
+OUT = HERE / "quick" if QUICK else HERE
+ROUNDS = 5 if QUICK else 15
 CELLS = {
     "fp32 eager": ["precision=fp32", "compile=eager"],
     "bf16 eager": ["precision=bf16", "compile=eager"],
@@ -166,8 +168,9 @@ def main() -> None:
         records[case] = measure(case)
         print(table({case: records[case]}), flush=True)
     facts = provenance(Path.cwd())
-    (HERE / "updates.md").write_text(table(records))
-    (HERE / "updates.json").write_text(
+    OUT.mkdir(exist_ok=True)
+    (OUT / "updates.md").write_text(table(records))
+    (OUT / "updates.json").write_text(
         json.dumps({"git": facts["git"], "dirty": facts["dirty_files"], "cases": records}, indent=1)
         + "\n"
     )
