@@ -214,13 +214,16 @@ def in_one_line(found: Comparison) -> str:
 
 def what_ran(found: Comparison) -> str:
     """Task, algorithm and length, where all runs have them in common."""
-    runs = [run for group in found.groups for run in group.runs]
-    told = []
-    for key in ("algo", "env.id", "total_steps"):
-        values = {run.settings[key] for run in runs if key in run.settings}
-        if len(values) == 1:
-            told.append(values.pop())
-    return " ".join([*told[:2], *(f"{int(n):,} env steps" for n in told[2:] if n.isdigit())])
+    runs = [run.settings for group in found.groups for run in group.runs]
+
+    def common(key: str) -> str:
+        values = {settings[key] for settings in runs if key in settings}
+        return values.pop() if len(values) == 1 else ""
+
+    told = [common("algo"), common("env.id")]
+    if (steps := common("total_steps")).isdigit():
+        told.append(f"for {int(steps):,} env steps")
+    return " ".join(filter(None, told))
 
 
 def _estimate(group: Group, value: Estimate | None, form: str) -> str:
