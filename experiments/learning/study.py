@@ -57,7 +57,8 @@ TASKS = [
 
 def path_of(task: Task, backend: str, seed: int) -> Path:
     """The file of one cell's result."""
-    return RESULTS / f"{task.name}-{backend}-{seed}.json".replace(" ", "-")
+    choices = backend.replace(" ", "-").replace("=", "_")
+    return RESULTS / f"{task.name}-{choices}-{seed}.json"
 
 
 def run_cell(task: Task, backend: str, seed: int) -> None:
