@@ -11,13 +11,14 @@ from typing import Any
 from rl_pipeline.cpus import cpu_budget
 
 # Environments per core of the budget, or in all, by what steps them. Measured on 2 cores
-# (experiments/envs/ and env-only figures before it):
-# - EnvPool: CartPole 438k steps/s with 64 environments, 767k with 256; HalfCheetah 29k with 8, 47k
-#   with 64; Pong 3.6k with 8, 4.1k with 64, and a Nature CNN acts on 16 observations in 1.4x the
+# (experiments/envs/table.md):
+# - EnvPool: CartPole 329k steps/s with 64 environments, 623k with 256; HalfCheetah 30k with 8, 48k
+#   with 64; Pong 5.2k with 8, 5.5k with 64, and a Nature CNN acts on 16 observations in 1.4x the
 #   time of 8: beyond that only memory grows.
-# - Gymnasium's native CartPole: a step takes about 40 microseconds from 8 to 256 environments.
-# - Gymnasium's loop: 121k steps/s with 8 CartPoles, 114k with 64.
-# - Gymnasium's processes: 13k steps/s with 8 CartPoles, 8k with 64.
+# - Gymnasium's native CartPole: 0.15M steps/s with 8, 2.8M with 256: a step costs nearly the same.
+# - Gymnasium's loop: 76k steps/s with 8 CartPoles, 107k with 64: its own overhead is all that
+#   shrinks.
+# - Gymnasium's processes: 12k steps/s with 8 CartPoles, 9k with 64.
 _CLASSIC, _LOOP = 256, 8
 _PER_CORE = {"mujoco": 32, "atari": 8, "other": 8}
 
