@@ -16,8 +16,7 @@ from rl_pipeline.cpus import cpu_budget
 #   with 64; Pong 5.2k with 8, 5.5k with 64, and a Nature CNN acts on 16 observations in 1.4x the
 #   time of 8: beyond that only memory grows.
 # - Gymnasium's native CartPole: 0.15M steps/s with 8, 2.8M with 256: a step costs nearly the same.
-# - Gymnasium's loop: 76k steps/s with 8 CartPoles, 107k with 64: its own overhead is all that
-#   shrinks.
+# - Gymnasium's loop: 76k steps/s with 8 CartPoles, 107k with 64, where learning takes most time.
 # - Gymnasium's processes: 12k steps/s with 8 CartPoles, 9k with 64.
 _CLASSIC, _LOOP = 256, 8
 _PER_CORE = {"mujoco": 32, "atari": 8, "other": 8}
@@ -58,7 +57,7 @@ def resolve(
 def _wanted_envs(name: str, kind: str, cores: int, limit: str) -> tuple[int, str]:
     budget = f"{cores} cores by {limit}"
     if name == "gymnasium":
-        return _LOOP, "auto: more environments make a loop no faster"
+        return _LOOP, "auto: a loop gains little from more"
     if name == "gymnasium_async":
         return 2 * cores, f"auto: two processes per core, {budget}"
     if kind == "classic":
