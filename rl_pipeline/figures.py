@@ -49,8 +49,8 @@ def pictures(found: Comparison) -> dict[str, Picture]:
         drawn["pareto"] = Picture(
             *_draw(lambda axes: _pareto(axes[0], placed, found), 1),
             f"Speed against return ({found.return_metric}, IQM at {found.at_steps:,.0f} env steps);"
-            " bars are 95 % intervals (of few runs the range), the line joins what nothing else of its"
-            " recipe beats in both. Hollow: too short for a steady state.",
+            " bars are 95 % intervals (of few runs the range), the line joins what nothing else of"
+            " its recipe beats in both. Hollow: too short for a steady state.",
         )
     if any("return/train" in run.curves for g in found.groups for run in g.done):
         drawn["curves"] = Picture(
