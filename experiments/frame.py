@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import bootstrap
+
+from rl_pipeline import stats
 
 KEPT = ("comparison.json", "groups.csv", "pareto.png", "curves.png", "effects.png")
 BEGIN, END = "<!-- results: written by make repro -->", "<!-- end of results -->"
@@ -108,8 +109,5 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     """95 % bootstrap interval of the mean over seeds; values [seeds]."""
     if len(values) < 2 or np.ptp(values) == 0:
         return float(values[0]), float(values[0])
-    # Percentile: with five seeds near the task's maximum BCa degenerates.
-    found = bootstrap(
-        (values,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0)
-    ).confidence_interval
-    return float(found.low), float(found.high)
+    low, high = stats.bootstrap(values, np.mean, resamples=10_000)
+    return float(low), float(high)

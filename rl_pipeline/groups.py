@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rl_pipeline.records import RunRecord
 from rl_pipeline.settings import ConfigError
-from rl_pipeline.stats import FEW, Effect, Estimate, Interaction, Parity
+from rl_pipeline.stats import Effect, Estimate, Interaction, Parity
 
 SAME_RECIPE = (
     "backend", "backend.num_threads", "backend.lanes", "backend.step_timeout_s", "threads",
@@ -65,11 +65,6 @@ class Group:
     def rates(self) -> list[float]:
         """Steady env steps/s of the runs that finished."""
         return [r.final["env_steps_per_s"] for r in self.done if r.final.get("env_steps_per_s")]
-
-    @property
-    def has_few(self) -> bool:
-        """Too few runs finished for an interval of this group's own values."""
-        return len(self.done) < FEW
 
     @property
     def failures(self) -> list[RunRecord]:

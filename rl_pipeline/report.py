@@ -152,11 +152,9 @@ def server_of(uri: str) -> str:
 
 _COLUMNS: dict[str, Callable[[Group], str]] = {
     "runs": lambda g: str(len(g.runs)),
-    "env steps/s": lambda g: (
-        _estimate(g, g.speed, ",.0f") + ("" if g.steady or not g.speed else "*")
-    ),
+    "env steps/s": lambda g: _estimate(g.speed, ",.0f") + ("" if g.steady or not g.speed else "*"),
     "speed-up": lambda g: g.verdict,
-    "return": lambda g: _estimate(g, g.returns, ".1f"),
+    "return": lambda g: _estimate(g.returns, ".1f"),
     "learning": lambda g: _parity(g),
     "reached": lambda g: f"{g.reached}/{len(g.done)}",
     "steps to it": lambda g: _number(g.steps_to, ",.0f"),
@@ -193,7 +191,7 @@ def comparison_caption(found: Comparison) -> str:
         f"return: {found.return_metric}, IQM at {found.at_steps:,.0f} env steps [95 % bootstrap]; "
         "learning: not worse if the loss is below the margin with 95 % confidence (Yuen)",
     ]
-    if any(g.has_few and g.speed and g.speed.known for g in found.groups):
+    if any(x and x.is_range for g in found.groups for x in (g.speed, g.returns)):
         lines.append("(a to b): the range of a setting with too few runs for an interval")
     if found.threshold is not None:
         lines.append(f"it: a training return of {found.threshold:g}; medians over runs")
@@ -226,13 +224,13 @@ def what_ran(found: Comparison) -> str:
     return " ".join(filter(None, told))
 
 
-def _estimate(group: Group, value: Estimate | None, form: str) -> str:
+def _estimate(value: Estimate | None, form: str) -> str:
     if value is None:
         return ""
     text = f"{value.value:{form}}"
     if not value.known:
         return text
-    if group.has_few:
+    if value.is_range:
         return f"{text} ({value.low:{form}} to {value.high:{form}})"
     return f"{text} [{value.low:{form}}, {value.high:{form}}]"
 

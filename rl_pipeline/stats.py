@@ -35,6 +35,11 @@ class Estimate(NamedTuple):
     high: float = math.nan
 
     @property
+    def is_range(self) -> bool:
+        """Whether `low` and `high` are the least and the largest of few runs, no interval."""
+        return False
+
+    @property
     def known(self) -> bool:
         """Whether there is an interval."""
         return not math.isnan(self.low)
@@ -48,13 +53,24 @@ class Estimate(NamedTuple):
         return Estimate(*(math.exp(x) for x in self))
 
 
-def bootstrap(values: np.ndarray, statistic: Any, axis: int = 0) -> tuple[np.ndarray, np.ndarray]:
+class Range(Estimate):
+    """A value with the range of its runs, which are too few for an interval."""
+
+    @property
+    def is_range(self) -> bool:
+        """They are."""
+        return True
+
+
+def bootstrap(
+    values: np.ndarray, statistic: Any, axis: int = 0, resamples: int = RESAMPLES
+) -> tuple[np.ndarray, np.ndarray]:
     """95 % percentile bootstrap interval of `statistic(x, axis=)` over runs, along `axis`.
 
     Percentile, as in rliable: with few seeds near a task's maximum BCa degenerates.
     """
     found = stats.bootstrap(
-        (values,), statistic, axis=axis, n_resamples=RESAMPLES, method="percentile",
+        (values,), statistic, axis=axis, n_resamples=resamples, method="percentile",
         confidence_level=LEVEL, rng=np.random.default_rng(0),
     ).confidence_interval  # fmt: skip
     return found.low, found.high
@@ -75,7 +91,7 @@ def middle(values: Sequence[float], statistic: Any) -> Estimate:
     if len(array) < 2:
         return Estimate(value)
     if len(array) < FEW:
-        return Estimate(value, float(array.min()), float(array.max()))
+        return Range(value, float(array.min()), float(array.max()))
     low, high = bootstrap(array, statistic)
     return Estimate(value, float(low), float(high))
 
