@@ -78,7 +78,7 @@ repro-vectorization: setup ## What stepping many environments at once is worth (
 
 bench-buffers: setup ## Compare replay buffers with others' (4 minutes; QUICK=1: under 3)
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev,bench]'
-	QUICK=$(QUICK) $(PY) experiments/buffers/bench.py
+	QUICK=$(QUICK) $(PY) -m experiments.buffers.bench
 
 repro-backends: setup ## Study: which backend trains CartPole fastest (10 minutes; QUICK=1: 3)
 	$(PY) -m experiments.backends.study

@@ -19,6 +19,8 @@ import numpy as np
 
 from rl_pipeline import stats
 
+QUICK = os.environ.get("QUICK", "") not in ("", "0")
+"""Whether minutes must do: nothing that is kept may come of it."""
 KEPT = ("comparison.json", "groups.csv", "pareto.png", "curves.png", "effects.png")
 BEGIN, END = "<!-- results: written by make repro -->", "<!-- end of results -->"
 
@@ -28,9 +30,8 @@ def run(folder: Path, sweep: str, quick: Sequence[str] = (), full: Sequence[str]
 
     `quick` and `full` are overrides of the two sizes; the environment wins over both.
     """
-    is_quick = os.environ.get("QUICK", "") not in ("", "0")
-    runs = folder / "runs" / ("quick" if is_quick else "full")
-    overrides = [*(quick if is_quick else full), *_from_environment()]
+    runs = folder / "runs" / ("quick" if QUICK else "full")
+    overrides = [*(quick if QUICK else full), *_from_environment()]
     if (runs / "study.json").exists() and not (runs / "comparison").exists():
         command = [f"study.resume={runs}"]
     else:
@@ -41,7 +42,7 @@ def run(folder: Path, sweep: str, quick: Sequence[str] = (), full: Sequence[str]
     done = subprocess.run([sys.executable, "-m", "rl_pipeline.train", *command])
     if done.returncode:
         sys.exit(done.returncode)
-    if is_quick:
+    if QUICK:
         print("QUICK=1: nothing is kept")
         return
     results = folder / "results"

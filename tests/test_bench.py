@@ -108,7 +108,7 @@ def test_cells_that_cannot_be_are_left_out():
 def test_a_wrong_option_is_named():
     with pytest.raises(SystemExit, match="task=pong"):
         bench.parse(["task=pong"], bench.Options())
-    assert bench.parse(["num_envs=4,8", "seconds=0.5"], bench.QUICK).num_envs == (4, 8)
+    assert bench.parse(["num_envs=4,8", "seconds=0.5"], bench.SHORT).num_envs == (4, 8)
 
 
 def test_a_failed_cell_says_why_and_leaves_the_others(monkeypatch, tmp_path):

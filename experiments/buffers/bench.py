@@ -12,7 +12,6 @@ import os
 import platform
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -23,16 +22,14 @@ import numpy as np
 import psutil
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from contenders import CONTENDERS, HAVE_PRIORITIES, Contender, NotHere, Task  # noqa: E402
-
-from rl_pipeline import figures, report  # noqa: E402
-from rl_pipeline.cpus import cpu_budget  # noqa: E402
-from rl_pipeline.runtime import keep_freed_memory  # noqa: E402
-from rl_pipeline.telemetry.provenance import provenance  # noqa: E402
+from experiments.buffers.contenders import CONTENDERS, HAVE_PRIORITIES, Contender, NotHere, Task
+from experiments.frame import QUICK
+from rl_pipeline import figures, report
+from rl_pipeline.cpus import cpu_budget
+from rl_pipeline.runtime import keep_freed_memory
+from rl_pipeline.telemetry.provenance import provenance
 
 HERE = Path(__file__).parent
-QUICK = os.environ.get("QUICK", "0") not in ("", "0")
 OUT = HERE / "quick" if QUICK else HERE
 """A short run must not take the place of a full one's results."""
 BATCHES = (32, 256, 512)

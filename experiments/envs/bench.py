@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import frame
 from experiments.envs import steppers
 from experiments.envs.paired import Cell, bar_of, summarize, take_turns
 from rl_pipeline import figures, report
@@ -39,14 +40,15 @@ HEADER = (
 ).split(" | ")
 
 
+BACKENDS = ("gymnasium", "gymnasium_async", "gymnasium_native", "envpool", "envpool_async")
+
+
 @dataclass(frozen=True)
 class Options:
     """What to measure."""
 
     tasks: tuple[str, ...] = ("cartpole", "pong", "halfcheetah")
-    backends: tuple[str, ...] = (
-        "gymnasium", "gymnasium_async", "gymnasium_native", "envpool", "envpool_async",
-    )  # fmt: skip
+    backends: tuple[str, ...] = BACKENDS
     num_envs: tuple[int, ...] = (8, 64, 256)
     """Above 64 only CartPole, and no backend with a process per environment."""
     threads: tuple[int, ...] = (1, 2)
@@ -61,7 +63,7 @@ class Options:
     out: str = str(HERE)
 
 
-QUICK = Options(
+SHORT = Options(
     num_envs=(8, 256), threads=(2,), repeats=3, seconds=0.3, out=str(HERE / "runs" / "quick")
 )
 
@@ -312,8 +314,7 @@ def log_sweep(
 def main() -> None:
     """Measure, write, log; exit code 1 if a cell failed."""
     warnings.filterwarnings("ignore", message=".*precision lowered by casting")
-    quick = bool(int(os.environ.get("QUICK") or 0))
-    options = parse(sys.argv[1:], QUICK if quick else Options())
+    options = parse(sys.argv[1:], SHORT if frame.QUICK else Options())
     facts = machine_facts()
     cells = cells_of(options, facts["cores"])
     rows = measure(options, cells)

@@ -8,7 +8,6 @@ names of tasks to run; none means all.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -17,8 +16,7 @@ import numpy as np
 from experiments import frame
 
 HERE = Path(__file__).parent
-QUICK = os.environ.get("QUICK", "") not in ("", "0")
-RESULTS = HERE / ("quick" if QUICK else "results")
+RESULTS = HERE / ("quick" if frame.QUICK else "results")
 TASKS = {  # seeds; steps of the quick form
     "cartpole_ppo": ((1, 2, 3), 10_000),
     "pong_ppo": ((1, 2), 2_048),
@@ -39,7 +37,7 @@ def run_cell(task: str, precision: str, compiled: str, seed: int) -> None:
         f"experiment=speed_{task}", f"precision={precision}", f"compile={compiled}",
         f"seed={seed}", "tracking=none",
     ]  # fmt: skip
-    if QUICK:
+    if frame.QUICK:
         overrides += [f"total_steps={TASKS[task][1]}", "eval.episodes=0", "log_every_s=0.3"]
     # Their own, so that the first seed of a cell builds its graphs and the others load them.
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(HERE / "runs" / "cache")}
@@ -121,7 +119,7 @@ def main() -> None:
     if unknown := set(wanted) - TASKS.keys():
         raise SystemExit(f"no such task: {', '.join(sorted(unknown))}")
     for task in wanted:
-        for seed in TASKS[task][0][: 1 if QUICK else None]:
+        for seed in TASKS[task][0][: 1 if frame.QUICK else None]:
             for precision, compiled in CELLS:
                 run_cell(task, precision, compiled, seed)
     text = table()

@@ -7,7 +7,6 @@ ratio is taken within rounds. Arguments: names of cases; none means all. QUICK=1
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 
+from experiments import frame
 from rl_pipeline import config
 from rl_pipeline.buffers.rollout import Rollout
 from rl_pipeline.learners.dqn import DQN
@@ -28,9 +28,8 @@ from rl_pipeline.telemetry.provenance import provenance
 from rl_pipeline.types import Batch, Continuous, Discrete, EnvSpec
 
 HERE = Path(__file__).parent
-QUICK = os.environ.get("QUICK", "") not in ("", "0")
-OUT = HERE / "quick" if QUICK else HERE
-ROUNDS = 5 if QUICK else 15
+OUT = HERE / "quick" if frame.QUICK else HERE
+ROUNDS = 5 if frame.QUICK else 15
 CELLS = {
     "fp32 eager": ["precision=fp32", "compile=eager"],
     "bf16 eager": ["precision=bf16", "compile=eager"],

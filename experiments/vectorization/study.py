@@ -8,7 +8,6 @@ Options as in experiments/envs/bench.py. All ways to step a task take turns with
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -20,14 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from experiments import frame
 from experiments.envs import bench, steppers
-from experiments.envs.paired import Cell, take_turns
+from experiments.envs.paired import Advance, Cell, take_turns
 from experiments.vectorization.naive import NaiveEnvs
 from rl_pipeline import figures, report
 
 HERE = Path(__file__).parent
 FULL = replace(bench.Options(), num_envs=(8, 64, 256), threads=(2,), repeats=5, out=str(HERE))
-QUICK = replace(FULL, num_envs=(8, 256), repeats=3, seconds=0.3, out=str(HERE / "runs" / "quick"))
+SHORT = replace(FULL, num_envs=(8, 256), repeats=3, seconds=0.3, out=str(HERE / "runs" / "quick"))
 HEADER = "task | envs | way | env steps/s (spread) | times the naive loop (range)".split(" | ")
 
 
@@ -35,33 +35,41 @@ def visit(cells: list[Cell], seconds: float, seed: int) -> dict[str, float]:
     """Seconds a step of the naive loop and of each cell (all of one task and size)."""
     rng = np.random.default_rng(seed)
     first = cells[0]
+    actions = steppers.draw_actions(steppers.spec_of(first), rng)
     with ExitStack() as stack:
-        naive = NaiveEnvs(steppers.settings_of(first).env, first.num_envs, seed)
-        stack.callback(naive.close)
-        contenders, actions = {}, None
-        for cell in cells:
-            envs = steppers.make_ours(cell, seed)
+        contenders: dict[str, Advance] = {}
+        # The first that is built is often slower, so chance decides who that is.
+        for i in rng.permutation(len(cells) + 1):
+            if i == len(cells):
+                naive = NaiveEnvs(steppers.settings_of(first).env, first.num_envs, seed)
+                stack.callback(naive.close)
+                contenders["naive"] = advance_naive(naive, actions)
+                continue
+            envs = steppers.make_ours(cells[i], seed)
             stack.callback(envs.close)
-            actions = actions or steppers.draw_actions(envs.spec, rng)
-            contenders[cell.backend] = steppers.advance_ours(envs, actions)
-        assert actions is not None
-        naive.reset()
-        step = steppers.one_by_one(naive.step, actions)
-
-        def advance(num_steps: int) -> None:
-            step(num_steps)
-            naive.pop_episodes()
-
-        timing = take_turns({"naive": advance} | contenders, seconds, rng)
+            contenders[cells[i].backend] = steppers.advance_ours(envs, actions)
+        timing = take_turns(contenders, seconds, rng)
         valid = np.mean([naive.step(action).valid.mean() for action in actions])
         return timing | {"valid": float(valid)}
+
+
+def advance_naive(naive: NaiveEnvs, actions: list[np.ndarray]) -> Advance:
+    """Steps of the loop with its accounts, as `steppers.advance_ours` makes the others'."""
+    naive.reset()
+    step = steppers.one_by_one(naive.step, actions)
+
+    def advance(num_steps: int) -> None:
+        step(num_steps)
+        naive.pop_episodes()
+
+    return advance
 
 
 def rows_of(task: str, num_envs: int, timings: list[dict[str, float]]) -> list[dict[str, Any]]:
     """One row per way: speed by itself, speed-up paired within each repeat."""
     share = statistics.mean(timing["valid"] for timing in timings)
     rows = []
-    for way in (name for name in timings[0] if name != "valid"):
+    for way in ("naive", *sorted(timings[0].keys() - {"naive", "valid"}, key=bench.BACKENDS.index)):
         speeds = [num_envs * share / timing[way] for timing in timings]
         ratios = [timing["naive"] / timing[way] for timing in timings]
         low, middle, high = np.quantile(speeds, [0.25, 0.5, 0.75])
@@ -129,8 +137,7 @@ def write(out: Path, rows: list[dict[str, Any]], facts: dict[str, Any], options:
 def main() -> None:
     """Measure and write."""
     warnings.filterwarnings("ignore", message=".*precision lowered by casting")
-    quick = bool(int(os.environ.get("QUICK") or 0))
-    options = bench.parse(sys.argv[1:], QUICK if quick else FULL)
+    options = bench.parse(sys.argv[1:], SHORT if frame.QUICK else FULL)
     if len(options.threads) > 1:
         raise SystemExit("threads=... takes one number here: a way is one line of the picture")
     facts = bench.machine_facts()
