@@ -4,7 +4,6 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 ARGS ?=
 TASKS ?=
-QUICK ?=
 PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY = true
 
@@ -71,14 +70,14 @@ parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong
 	$(PY) -m experiments.parity.study $(TASKS)
 
 bench-envs: setup ## Environments alone: steps/s by backend, and what adapters cost (25 minutes; QUICK=1: 3)
-	QUICK=$(QUICK) $(PY) -m experiments.envs.bench $(ARGS)
+	$(PY) -m experiments.envs.bench $(ARGS)
 
 repro-vectorization: setup ## What stepping many environments at once is worth (10 minutes; QUICK=1: 1)
-	QUICK=$(QUICK) $(PY) -m experiments.vectorization.study $(ARGS)
+	$(PY) -m experiments.vectorization.study $(ARGS)
 
 bench-buffers: setup ## Compare replay buffers with others' (4 minutes; QUICK=1: under 3)
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev,bench]'
-	QUICK=$(QUICK) $(PY) -m experiments.buffers.bench
+	$(PY) -m experiments.buffers.bench
 
 repro-backends: setup ## Study: which backend trains CartPole fastest (10 minutes; QUICK=1: 3)
 	$(PY) -m experiments.backends.study

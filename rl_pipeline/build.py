@@ -17,7 +17,7 @@ import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from rl_pipeline import checkpoint, config, runs
+from rl_pipeline import checkpoint, config, jobs, runs
 from rl_pipeline.evaluate import evaluate
 from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
 from rl_pipeline.session import Session
@@ -114,13 +114,6 @@ def describe(settings: Settings, facts: dict[str, Any]) -> str:
     )
 
 
-def study_of(overrides: list[str]) -> tuple[dict[str, Any], str]:
-    """The multirun this job belongs to, and the job's name: what varied."""
-    study = json.loads(os.environ.get("RL_PIPELINE_STUDY", "{}"))
-    varied = [o for o in overrides if o.split("=")[0].lstrip("+") in study.get("varied", ())]
-    return study, " ".join(varied)
-
-
 def requested(settings: Settings) -> dict[str, Any]:
     """The choices a comparison groups by, as asked for."""
     auto = dict.fromkeys(settings.chosen, "auto")
@@ -143,7 +136,7 @@ def make_facts(
     settings: Settings, folder: Path, overrides: list[str], runtime: Runtime, run_id: str
 ) -> dict[str, Any]:
     """What result.json says about a run before its first step."""
-    study, name = study_of(overrides)
+    study, name = jobs.study_of(overrides)
     plan = runtime.threads
     effective = requested(settings) | {
         "num_envs": settings.backend.num_envs,

@@ -36,8 +36,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The overrides, as told in the sweep's lines."""
-        return " ".join(self.overrides)
+        """What the sweep's lines call it."""
+        return study_of(self.overrides)[1] or " ".join(self.overrides)
 
     @property
     def command(self) -> list[str]:
@@ -73,7 +73,8 @@ def run(job: Job, started: Callable[[subprocess.Popen[bytes]], Any] = lambda _: 
         # The job ended before it could write its own: the final table must know.
         record = {"status": "failed", "reason": cause, "overrides": job.overrides}
         (job.folder / "result.json").write_text(json.dumps(record) + "\n")
-    print(f"{job.label} FAILED    {job.name}\n    {cause}\n    log: {log}", flush=True)
+    overrides = " ".join(job.overrides)
+    print(f"{job.label} FAILED    {overrides}\n    {cause}\n    log: {log}", flush=True)
     return objective
 
 
@@ -138,6 +139,13 @@ def run_here(overrides: list[str], number: int, hydra_overrides: list[str]) -> f
         passed_on(hydra_overrides), environ=environment(cpus),
     )  # fmt: skip
     return run(job)
+
+
+def study_of(overrides: list[str]) -> tuple[dict[str, Any], str]:
+    """The multirun this job belongs to, and the job's name: what varied."""
+    study = json.loads(os.environ.get("RL_PIPELINE_STUDY", "{}"))
+    varied = [o for o in overrides if o.split("=")[0].lstrip("+") in study.get("varied", ())]
+    return study, " ".join(varied)
 
 
 def own_overrides(overrides: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from conftest import Cli
 from rl_pipeline.evaluate import evaluate
 from rl_pipeline.types import Discrete, EnvSpec, Episode, Step
 
+HERE = Path(__file__).parent
 SHORT = ("debug=short", "tracking=none", "total_steps=1500")
 
 
@@ -52,6 +53,9 @@ def test_a_run_leaves_a_complete_record(cli):
     assert result["bottleneck"]["upper_bound_speedup"] > 1
     assert result["startup"]["until_first_step_s"] > 0
     assert result["provenance"]["versions"]["torch"]
+    # The command works in a directory of its own; the commit is that of the code.
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    assert result["provenance"]["git"] == (head.stdout.strip() or None)
     assert (folder / ".hydra" / "config.yaml").exists()
     assert "gpu/util_pct" not in (folder / "metrics.jsonl").read_text()
     for word in ("return", "env steps/s", "bottleneck", "folder", "mlflow ui"):
@@ -105,6 +109,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(cli):
     first, second = (json.loads((f / "result.json").read_text()) for f in (straight, cut))
     assert first["counters"] == second["counters"]
     assert first["counters"]["updates"] > 0
+    assert second["provenance"]["resume_command"].endswith(f"total_steps=2000 resume={run_id}")
+    assert "resume_command" not in first["provenance"]
     assert second["resume"] == {"from_env_steps": pytest.approx(1000, abs=300), "exact": True}
     assert first["returns"]["train_mean"] == second["returns"]["train_mean"]
 
@@ -210,6 +216,7 @@ def test_a_multirun_is_a_parent_with_named_children_and_one_bad_job_stays_alone(
     assert "speed-up" in out.stdout
     assert "too short" in out.stdout
     assert "2 of 4 jobs did not finish" in out.stderr
+    assert f"again   python -m rl_pipeline.compare study={parent[0]}" in out.stdout
     results = cli.results()
     assert len(results) == 4
     # Two jobs at once share the machine.

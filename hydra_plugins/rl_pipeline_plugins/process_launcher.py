@@ -55,16 +55,16 @@ class ProcessLauncher(Launcher):
         for i, given in enumerate(job_overrides):
             overrides = jobs.own_overrides(given)
             label = f"[{i + 1}/{len(job_overrides)}]"
-            earlier = done.get(frozenset(overrides))
-            if earlier is not None:
-                returns[i] = report.objective(earlier)
-                print(f"{label} done      {' '.join(overrides)}", flush=True)
-                continue
             number = free_number(sweep_dir, initial_job_idx + i, [j.number for j in waiting])
-            waiting.append(jobs.Job(
+            job = jobs.Job(
                 overrides, number, sweep_dir / str(number), label,
                 jobs.passed_on(list(self.config.hydra.overrides.hydra)), self.timeout_s,
-            ))  # fmt: skip
+            )  # fmt: skip
+            if earlier := done.get(frozenset(overrides)):
+                returns[i] = report.objective(earlier)
+                print(f"{label} done      {job.name}", flush=True)
+            else:
+                waiting.append(job)
         places = [i for i in range(len(job_overrides)) if i not in returns]
         order = self._order(waiting)
         for place, objective in zip(places, self._run_all(waiting, order), strict=True):
