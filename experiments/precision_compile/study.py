@@ -2,7 +2,8 @@
 
 Every cell (task, precision, compile mode, seed) that has a result is skipped, so that the study
 can be stopped and continued. QUICK=1 runs short ones once, into a folder of their own, and of the
-tasks PPO CartPole where none is named, without compiled bf16. Arguments: names of tasks; none means all.
+tasks PPO CartPole where none is named, without compiled bf16. Arguments: names of tasks; none
+means all.
 """
 
 from __future__ import annotations
