@@ -32,8 +32,8 @@ def run(folder: Path, sweep: str, quick: Sequence[str] = (), full: Sequence[str]
     """
     runs = folder / "runs" / ("quick" if QUICK else "full")
     overrides = [*(quick if QUICK else full), *_from_environment()]
-    if (runs / "study.json").exists() and not (runs / "comparison").exists():
-        command = [f"study.resume={runs}"]
+    if (runs / "study.json").exists() and not (runs / "kept").exists():
+        command = [f"study.resume={runs}", *_from_environment()]
     else:
         shutil.rmtree(runs, ignore_errors=True)
         command = [f"sweep={sweep}", *overrides, f"hydra.sweep.dir={runs}",
@@ -42,12 +42,14 @@ def run(folder: Path, sweep: str, quick: Sequence[str] = (), full: Sequence[str]
     done = subprocess.run([sys.executable, "-m", "rl_pipeline.train", *command])
     if done.returncode:
         sys.exit(done.returncode)
+    (runs / "kept").touch()
     if QUICK:
         print("QUICK=1: nothing is kept")
         return
     results = folder / "results"
     results.mkdir(exist_ok=True)
     for name in KEPT:
+        (results / name).unlink(missing_ok=True)
         if (runs / "comparison" / name).exists():
             shutil.copy(runs / "comparison" / name, results / name)
     _tell(folder, (runs / "comparison" / "table.md").read_text())

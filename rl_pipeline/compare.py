@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, model_validator
 
 from rl_pipeline import cli
-from rl_pipeline.config import near, refusing
+from rl_pipeline.config import refusing
 from rl_pipeline.settings import ConfigError, Float, Frozen, PositiveFloat
 
 
@@ -65,32 +65,26 @@ class CompareSettings(Frozen):
 
 def run(settings: CompareSettings) -> None:
     """Compare, print, write, log."""
-    from rl_pipeline import comparison, groups, records, report
+    from rl_pipeline import comparison, records, report
     from rl_pipeline.telemetry import tracker
     from rl_pipeline.telemetry.store import quiet
 
     uri = _uri(settings)
-    try:
-        if settings.folder is not None:
-            study = records.from_sweep(settings.folder)
-        else:
-            quiet()
-            study = _read(uri, settings)
-        found = comparison.compare(
-            study, settings.by, settings.baseline, settings.threshold, settings.margin,
-            settings.steps,
-        )  # fmt: skip
-    except groups.UnknownKey as error:
-        raise ConfigError(f"{error}{near(error.key, error.valid)}") from None
-    except records.UnknownStudy as error:
-        known = ", ".join(error.names[:10]) or "none"
-        raise ConfigError(f"{error}{near(error.study, error.names)}; there are: {known}") from None
+    if settings.folder is not None:
+        study = records.from_sweep(settings.folder)
+    else:
+        quiet()
+        study = _read(uri, settings)
+    found = comparison.compare(
+        study, settings.by, settings.baseline, settings.threshold, settings.margin, settings.steps
+    )
     report.print_comparison(found)
     files = report.write_comparison(found, settings.out)
     print(f"page    {settings.out / 'index.html'}")
     parent = {"uri": uri, "run_id": study.parent_id or ""}
     ours = settings.folder is None and study.parent_id
-    if ours and tracker.end_parent(parent, None, files, artifact_path="comparison"):
+    tags = {"answer": report.in_one_line(found)}
+    if ours and tracker.end_parent(parent, None, files, tags, artifact_path="comparison"):
         print(f"mlflow  artifacts of run {study.parent_id}, comparison/index.html")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from rl_pipeline import stats
 from rl_pipeline.findings import add_effects, in_words, make_notes
-from rl_pipeline.groups import Comparison, Group, UnknownKey, group_keys, make_groups
+from rl_pipeline.groups import Comparison, Group, group_keys, make_groups, tell_recipes, unknown_key
 from rl_pipeline.records import RunRecord, StudyRecord
 from rl_pipeline.settings import ConfigError
 from rl_pipeline.stats import Estimate, Parity
@@ -47,7 +47,8 @@ def compare(
     _check_baseline(base, groups)
     first = next((g for g in groups if _matches(g, base) and g.done), groups[0])
     groups.sort(key=lambda group: group is not first)
-    last = [run.curves["return/train"][0][-1] for run in runs if run.finished and _trained(run)]
+    tell_recipes(groups, first)
+    last = [run.curves["return/train"][0][-1] for run in runs if run.finished and trained(run)]
     steps = at_steps or (min(last) if last else math.nan)
     metric = _return_metric(runs, steps)
     found = Comparison(
@@ -65,8 +66,9 @@ def compare(
 # -- one group ------------------------------------------------------------------------------------
 
 
-def _trained(run: RunRecord) -> bool:
-    return "return/train" in run.curves
+def trained(run: RunRecord) -> bool:
+    """Whether it has the curves of a training."""
+    return {"return/train", "throughput/env_steps_per_s"} <= run.curves.keys()
 
 
 def _return_metric(runs: Sequence[RunRecord], steps: float) -> str:
@@ -84,6 +86,10 @@ def _return_at(run: RunRecord, steps: float, metric: str) -> float:
         nearest = int(np.argmin(np.abs(x - steps)))
         return float(y[nearest]) if abs(x[nearest] - steps) <= 0.05 * steps else math.nan
     return stats.at_step(x, y, steps)
+
+
+def _by_seed(group: Group, steps: float, metric: str) -> dict[str, float]:
+    return {run.seed: _return_at(run, steps, metric) for run in group.ended}
 
 
 def _returns(group: Group, steps: float, metric: str) -> list[float]:
@@ -110,7 +116,7 @@ def _measure(group: Group, steps: float, metric: str, threshold: float | None) -
     group.compile_s = _median(run.final.get("compile_s", math.nan) for run in group.done)
     group.joules_per_step = _median(map(_joules_per_step, group.done))
     if threshold is not None:
-        reached = [_reach(run, threshold) for run in group.done if _trained(run)]
+        reached = [_reach(run, threshold) for run in group.done if trained(run)]
         group.reached = sum(math.isfinite(s) for s, _ in reached)
         if reached:
             group.steps_to, group.seconds_to = (
@@ -150,7 +156,7 @@ def _check_baseline(base: dict[str, str], groups: Sequence[Group]) -> None:
     keys = list(groups[0].levels)
     for key in base:
         if key not in keys:
-            raise UnknownKey("baseline", key, keys)
+            raise unknown_key("baseline", key, keys)
     if not any(_matches(group, base) for group in groups):
         wanted = ",".join(f"{k}={v}" for k, v in base.items())
         there = "; ".join(group.name for group in groups)
@@ -170,7 +176,7 @@ def _base_of(
     comparable = [g for g in found if g.recipe == group.recipe]
     if not comparable:
         return "recipe differs" if found or group.recipe != first.recipe else "no baseline"
-    if comparable[0].machine != group.machine:
+    if comparable[0].machine != group.machine or not group.one_machine:
         return "machine differs"
     return comparable[0]
 
@@ -199,11 +205,24 @@ def _against(
             allowed = _gained(base, float(stats.iqm(others))) if margin is None else margin
             if allowed is None:
                 group.parity = Parity(Estimate(math.nan), math.nan, "nothing learned")
-            else:
-                group.parity = stats.parity(returns, others, allowed)
+                return
+            group.parity = stats.parity(returns, others, allowed)
+            seeds = _by_seed(group, steps, metric)
+            # Where all seeds reach a task's maximum, equal ones say nothing.
+            if seeds == _by_seed(base, steps, metric) and len(set(seeds.values())) > 1:
+                nothing = Estimate(0.0, 0.0, 0.0)
+                group.parity = Parity(nothing, allowed, "identical")
+                return
+            # Of seeds that failed or have no return nobody knows what they would have reached.
+            if len(returns) < len(group.ended) or len(others) < len(base.ended):
+                group.parity = group.parity._replace(verdict="incomplete")
+            floor = float(stats.iqm(others)) - allowed
+            group.below, expected = (sum(r < floor for r in x) for x in (returns, others))
+            if group.below * len(others) <= expected * len(returns):
+                group.below = 0
 
 
 def _gained(base: Group, reached: float) -> float | None:
     """The default margin, from the first training return to the one reached; None for no gain."""
-    first = _median(run.curves["return/train"][1][0] for run in base.done if _trained(run))
+    first = _median(run.curves["return/train"][1][0] for run in base.done if trained(run))
     return PARITY_SHARE * (reached - first) if reached > first else None

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -152,6 +152,11 @@ def explain_composition(error: Exception) -> str:
     """Hydra's composition errors in the user's words, with the nearest valid ones."""
     text = str(error)
     cause = str(error.__cause__ or "")
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        hint = f"; such a value needs quotes of its own: \"{key}='{value}'\"" if value else ""
+        why = next(line for line in text.splitlines() if not line.startswith("Error parsing"))
+        return f"{error.override}: {why}{hint}"
     if found := re.search(r"Could not find '([\w/]+)/([^'/]+)'", text):
         group, option = found.groups()
         if option in PLANNED.get(group, ()):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rl_pipeline import stats
-from rl_pipeline.comparison import seconds_of
+from rl_pipeline.comparison import seconds_of, trained
 from rl_pipeline.findings import short
 from rl_pipeline.groups import Comparison, Group
 from rl_pipeline.report import in_one_line, what_ran
@@ -52,11 +52,12 @@ def pictures(found: Comparison) -> dict[str, Picture]:
             " bars are 95 % intervals (of few runs the range), the line joins what nothing else of"
             " its recipe beats in both. Hollow: too short for a steady state.",
         )
-    if any("return/train" in run.curves for g in found.groups for run in g.done):
+    if any(trained(run) for g in found.groups for run in g.done):
         drawn["curves"] = Picture(
             *_draw(lambda axes: _curves(axes, found), 2),
-            "Training return (last 100 games), IQM over runs with its 95 % bootstrap band, against "
-            "env steps and against seconds of training (evaluation and start-up are not in them).",
+            "Training return (last 100 games), IQM over runs with its 95 % bootstrap band (of few "
+            "runs their range), against env steps and against seconds of training (evaluation and "
+            "start-up are not in them).",
         )
     if found.effects:
         drawn["effects"] = Picture(
@@ -142,7 +143,7 @@ def _plain_log(axis: Axes) -> None:
 
 def _curves(axes: Sequence[Axes], found: Comparison) -> None:
     for i, group in enumerate(found.groups):
-        runs = [run for run in group.done if "return/train" in run.curves]
+        runs = [run for run in group.done if trained(run)]
         if not runs:
             continue
         color, curves = f"C{i % 10}", [run.curves["return/train"] for run in runs]
@@ -154,7 +155,9 @@ def _curves(axes: Sequence[Axes], found: Comparison) -> None:
         for axis, x in zip(axes, (steps, seconds), strict=True):
             axis.plot(x, stats.iqm(values), color=color, label=label(group))
             if len(runs) > 1:
-                axis.fill_between(x, *stats.bootstrap(values, stats.iqm), color=color, alpha=0.18)
+                few = len(runs) < stats.FEW
+                band = (values.min(0), values.max(0)) if few else stats.bootstrap(values, stats.iqm)
+                axis.fill_between(x, *band, color=color, alpha=0.18)
     axes[0].set_xlabel("env steps")
     axes[1].set_xlabel("seconds of training")
     axes[0].set_ylabel("return/train")

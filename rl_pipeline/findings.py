@@ -29,8 +29,11 @@ def add_effects(found: Comparison, first: Group) -> None:
         g for g in found.groups
         if g.recipe == first.recipe and g.machine == first.machine and g.steady and g.rates
     ]  # fmt: skip
-    factors = [k for k in found.by if len({g.levels[k] for g in alike}) > 1]
-    if not factors:
+    levels = {k: {g.levels[k] for g in alike} for k in found.by}
+    factors = [k for k in found.by if len(levels[k]) > 1]
+    # Against another level than the baseline's nothing is said.
+    bases = all(first.levels[k] in levels[k] for k in factors)
+    if not factors or not bases or not first.one_machine:
         return
     cells = {tuple(g.levels[k] for k in factors): g.rates for g in alike}
     design = stats.Factorial(factors, cells, first.levels)
@@ -51,7 +54,8 @@ def add_effects(found: Comparison, first: Group) -> None:
 def _phrase(effect: Effect, found: Comparison, design: stats.Factorial) -> tuple[str, list[Effect]]:
     """One level's effect in words; where it depends on a factor of greater effect, by that one."""
     name, ratio = short(effect.factor, effect.level), effect.ratio
-    sizes = {(e.factor, e.level): abs(math.log(e.ratio.value)) for e in found.effects}
+    main = [e for e in found.effects if not e.given]
+    sizes = {(e.factor, e.level): abs(math.log(e.ratio.value)) for e in main}
     mine = sizes[effect.factor, effect.level]
     for interaction in found.interactions:
         pair = [interaction.first[:2], interaction.second[:2]]
@@ -103,9 +107,14 @@ def make_notes(found: Comparison, study: StudyRecord) -> list[str]:
     notes = []
     runs = study.runs
     for group in found.groups:
-        if group.recipe:
+        if group.verdict == "recipe differs":
             changed = ", ".join(f"{k}={v}" for k, v in group.recipe.items())
             notes.append(f"{group.name}: recipe differs ({changed}); its speed is no speed-up")
+        if group.below:
+            notes.append(
+                f"{group.name}: {group.below} of {len(group.done)} runs end below the baseline's "
+                "return by more than the margin"
+            )
     notes += _backend_differences(found)
     asked = {
         f"{key}={value} was asked for and {key}={run.settings[key]} took effect"
@@ -123,6 +132,10 @@ def make_notes(found: Comparison, study: StudyRecord) -> list[str]:
     running = sum(run.status == "running" for run in runs)
     if running:
         notes.append(f"{running} runs have not ended and are left out")
+    if unknown := sum(run.finished and not run.settings for run in runs):
+        notes.append(f"{unknown} finished runs without settings are left out")
+    if resumed := sum(run.finished and run.resumed for run in runs):
+        notes.append(f"{resumed} runs were resumed: their rates are those of the last session")
     together = _at_once(runs)
     if together > 1:
         notes.append(
@@ -143,7 +156,7 @@ def _backend_differences(found: Comparison) -> list[str]:
         for group in found.groups for run in group.done if "env.id" in run.settings
     )  # fmt: skip
     return list(dict.fromkeys(
-        f"{task}, {first} and {second}: {text}"
+        f"{task}: {text}"
         for i, (task, first) in enumerate(pairs) for other, second in list(pairs)[i + 1 :]
         if other == task for text in known_differences(task, first, second)
     ))  # fmt: skip

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rl_pipeline.config import near
 from rl_pipeline.records import RunRecord
 from rl_pipeline.settings import ConfigError
 from rl_pipeline.stats import Effect, Estimate, Interaction, Parity
@@ -27,9 +28,8 @@ class Group:
 
     levels: dict[str, str]
     runs: list[RunRecord]
-    recipe: dict[str, str]
-    """Recipe settings that differ from the first group's; {} for the same recipe."""
-    machine: str
+    recipe: dict[str, str] = field(default_factory=dict)
+    """Recipe settings that differ from the baseline group's; {} for the same recipe."""
     speed: Estimate | None = None
     """Env steps/s, median over runs."""
     steady: bool = False
@@ -41,10 +41,13 @@ class Group:
     returns: Estimate | None = None
     """IQM at equal steps."""
     parity: Parity | None = None
+    below: int = 0
+    """Runs below the baseline's return by more than the margin, if a larger part than of its own:
+    an interquartile mean passes over one of five."""
     reached: int = 0
     """Runs that reached the threshold."""
     steps_to: float = math.nan
-    """Env steps to the threshold, median over runs; inf if less than half of them reach it."""
+    """Env steps to the threshold, median over runs; inf unless more than half of them reach it."""
     seconds_to: float = math.nan
     memory_bytes: float = math.nan
     gpu_bytes: float = math.nan
@@ -65,6 +68,21 @@ class Group:
     def rates(self) -> list[float]:
         """Steady env steps/s of the runs that finished."""
         return [r.final["env_steps_per_s"] for r in self.done if r.final.get("env_steps_per_s")]
+
+    @property
+    def machine(self) -> str:
+        """Where its runs finished."""
+        return " | ".join(sorted({run.machine for run in self.done}))
+
+    @property
+    def one_machine(self) -> bool:
+        """Rates of several machines in one group are of none."""
+        return len({run.machine for run in self.done}) < 2
+
+    @property
+    def ended(self) -> list[RunRecord]:
+        """Runs that do not run any more."""
+        return [run for run in self.runs if run.status != "running"]
 
     @property
     def failures(self) -> list[RunRecord]:
@@ -107,25 +125,23 @@ def group_keys(
     if by is not None:
         unknown = [key for key in by if key not in keys]
         if unknown:
-            raise UnknownKey("by", unknown[0], keys)
+            raise unknown_key("by", unknown[0], keys)
         # Never mixed: what makes another recipe is a group of its own.
-        rest = _telling([k for k in differ if is_recipe(k)], whole, known=list(by))
+        rest = telling([k for k in differ if is_recipe(k)], whole, known=list(by))
         return list(by) + rest
     # What the sweep names, then options before their details, thread plans last.
     named = [k for k in differ if k in varied]
     order = sorted(differ, key=lambda k: (k.startswith("threads"), "." in k, keys.index(k)))
-    return named + _telling(order, whole, known=named)
+    return named + telling(order, whole, known=named)
 
 
 def _whole(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Runs whose settings are known in full, those that finished first."""
-    known = [run for run in runs if "algo" in run.settings]
+    known = [run for run in runs if run.whole]
     return sorted(known, key=lambda run: not run.finished) or list(runs)
 
 
-def _telling(
-    keys: Iterable[str], settings: Sequence[dict[str, str]], known: list[str]
-) -> list[str]:
+def telling(keys: Iterable[str], settings: Sequence[dict[str, str]], known: list[str]) -> list[str]:
     """Of `keys` those that tell runs apart which `known` and the keys before do not."""
     chosen: list[str] = []
     for key in keys:
@@ -136,12 +152,9 @@ def _telling(
     return chosen
 
 
-class UnknownKey(ConfigError):
-    """A setting that no run has; carries those there are."""
-
-    def __init__(self, argument: str, key: str, valid: list[str]) -> None:
-        super().__init__(f"{argument}={key}: no run has that setting")
-        self.key, self.valid = key, valid
+def unknown_key(argument: str, key: str, valid: list[str]) -> ConfigError:
+    """A setting that no run has."""
+    return ConfigError(f"{argument}={key}: no run has that setting{near(key, valid)}")
 
 
 def make_groups(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Group]:
@@ -151,23 +164,43 @@ def make_groups(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[Group]:
         k: v for k, v in whole[0].settings.items()
         if all(r.settings.get(k) == v for r in whole)
     }  # fmt: skip
+    written = {k: {str(r.settings[k]) for r in whole if k in r.settings} for k in keys}
     found: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in runs:
         settings = same | run.settings
-        found.setdefault(tuple(settings.get(k, "?") for k in keys), []).append(run)
-    first = _recipe(whole[0].settings)
-    groups = []
-    for cell, members in found.items():
-        recipe = _recipe(members[0].settings) if members[0] in whole else first
-        differs = {k: v for k, v in recipe.items() if first.get(k) != v}
-        machines = dict.fromkeys(m.machine for m in members if m.finished)
-        groups.append(
-            Group(dict(zip(keys, cell, strict=True)), members, differs, " | ".join(machines))
-        )
-    return groups
+        cell = (settings.get(k, "?") for k in keys)
+        if not run.whole:
+            cell = (_as_written(v, written[k]) for k, v in zip(keys, cell, strict=True))
+        found.setdefault(tuple(cell), []).append(run)
+    return [
+        Group(dict(zip(keys, cell, strict=True)), members) for cell, members in found.items()
+    ]  # fmt: skip
 
 
-def _recipe(settings: dict[str, str]) -> dict[str, str]:
+def _as_written(text: str, known: Iterable[str]) -> str:
+    """The level that an override means: it may say 1e-3 or 60_000 where settings do not."""
+
+    def number(text: str) -> float | str:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    return next((level for level in known if number(level) == number(text)), text)
+
+
+def tell_recipes(groups: Sequence[Group], first: Group) -> None:
+    """Say of each group in which recipe settings it differs from `first`."""
+    base = _recipe(first)
+    for group in groups:
+        mine = _recipe(group) or base
+        keys = [*mine, *(k for k in base if k not in mine)]
+        group.recipe = {k: mine.get(k, "-") for k in keys if mine.get(k) != base.get(k)}
+
+
+def _recipe(group: Group) -> dict[str, str]:
+    """{} where no run's settings are known in full."""
+    settings = next((run.settings for run in _whole(group.runs) if run.whole), {})
     return {
         k: _SAMPLER.get(v, v) if k == "buffer" else v for k, v in settings.items() if is_recipe(k)
     }

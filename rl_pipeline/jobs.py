@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_pipeline import report
-from rl_pipeline.runs import quote
+from rl_pipeline.runs import config_dir, quote
 
 GRACE_S = 60.0
 """Between asking a job to stop and ending it."""
@@ -43,7 +43,7 @@ class Job:
     def command(self) -> list[str]:
         """The same app for this one job."""
         return [
-            sys.executable, "-m", _app(), *_config_dir(sys.argv), *self.overrides, *self.passed_on,
+            sys.executable, "-m", _app(), *config_dir(sys.argv), *self.overrides, *self.passed_on,
             # Without it a sweep preset would sweep again without end.
             "hydra.mode=RUN", f"hydra.run.dir={quote(self.folder)}",
             f"hydra.job.num={self.number}",
@@ -60,11 +60,12 @@ def run(job: Job, started: Callable[[subprocess.Popen[bytes]], Any] = lambda _: 
     with suppress(FileNotFoundError):
         result = json.loads((job.folder / "result.json").read_text())
     objective = report.objective(result)
-    if result.get("status") == "finished" and code == 0:
+    if result.get("status") == "finished":
         rate, seconds = result["throughput"]["env_steps_per_s"], time.monotonic() - begin
+        after = f"; its process then ended badly: {forced or f'exit code {code}'}" if code else ""
         print(
             f"{job.label} finished  {job.name}  return {objective:.1f}  {rate:,.0f} env steps/s  "
-            f"({seconds:.0f} s)",
+            f"({seconds:.0f} s{after})",
             flush=True,
         )
         return objective
@@ -164,16 +165,6 @@ def _app() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     name = spec.name if spec is not None else ""
     return name if name.startswith("rl_pipeline.") else "rl_pipeline.train"
-
-
-def _config_dir(argv: list[str]) -> list[str]:
-    """The flag that adds a configuration folder, as it was given to the sweep."""
-    for i, argument in enumerate(argv):
-        if argument.startswith("--config-dir="):
-            return [argument]
-        if argument in ("--config-dir", "-cd"):
-            return argv[i : i + 2]
-    return []
 
 
 def last_line(log: Path) -> str:

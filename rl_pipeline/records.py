@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_pipeline.runs import flatten
+from rl_pipeline.config import near
+from rl_pipeline.processes import sweeps_elsewhere
+from rl_pipeline.runs import STUDY_FILE, flatten
 from rl_pipeline.settings import ConfigError
 from rl_pipeline.telemetry.final import final_metrics, machine_of
+from rl_pipeline.telemetry.tracker import LOST, read_json
 
 if TYPE_CHECKING:
     from rl_pipeline.telemetry.store import Store
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 # Asked for and what came of it: the key of result.json's `effective` to the setting's own.
 _EFFECTIVE = {
     "num_envs": "backend.num_envs", "lanes": "backend.lanes", "placement": "buffer.placement",
+    "compile_backend": "compile.backend",
 }  # fmt: skip
 # Settings of how a run is kept and watched; the seed makes a repetition.
 _PROTOCOL = (
@@ -30,6 +35,11 @@ CURVES = (
     "return/train", "return/eval", "throughput/env_steps_per_s", "cpu/rss_bytes",
     "gpu/mem_used_bytes", "gpu/power_w",
 )  # fmt: skip
+
+
+# What one study writes does not make the code of the next another one.
+_RESULTS = re.compile(r"experiments/.*(\.(md|json|csv|png)|/)$")
+NO_RESULT = "no result.json"
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,12 @@ class RunRecord:
     """Unix time."""
     tracked: bool = True
     """It has a run in a store."""
+    whole: bool = True
+    """Its settings are known in full, not from its overrides only."""
+    overrides: tuple[str, ...] = ()
+    """As the sweep gave them."""
+    resumed: bool = False
+    """Its rates are those of its last session."""
     final: dict[str, float] = field(default_factory=dict)
     """The `result/*` metrics, without the prefix."""
     curves: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
@@ -99,9 +115,8 @@ def _of_overrides(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
+    """As on the command line; a store's tags hold Python's words."""
+    return {"True": "true", "False": "false", "None": "null"}.get(str(value), str(value))
 
 
 # -- from run folders -----------------------------------------------------------------------------
@@ -109,9 +124,9 @@ def _text(value: Any) -> str:
 
 def from_folder(folder: Path) -> RunRecord:
     """The run in a run folder, or the job that left no more than its failure there."""
-    result = _json(folder / "result.json")
+    result = read_json(folder / "result.json")
     begin = folder / "run.json"
-    settings = _json(begin).get("settings")
+    settings = read_json(begin).get("settings")
     if settings:
         asked, other = canonical(flatten(settings), flatten(result.get("effective", {})))
     else:
@@ -122,30 +137,32 @@ def from_folder(folder: Path) -> RunRecord:
     return RunRecord(
         id=result.get("run_id", folder.name),
         name=result.get("name") or " ".join(result.get("overrides", [])) or folder.name,
-        status=result.get("status", "failed"), reason=reason if result else "no result.json",
+        status=result.get("status", "failed"), reason=reason if result else NO_RESULT,
         settings=asked, requested=other, seed=str(result.get("seed", "")),
         machine=machine_of(result), commit=_commit(result.get("provenance", {})),
         started=begin.stat().st_mtime if begin.exists() else 0.0,
-        tracked=(folder / "mlflow.json").exists(),
+        tracked=(folder / "mlflow.json").exists(), whole=bool(settings),
+        overrides=tuple(sorted(result.get("overrides", ()))), resumed="resume" in result,
         final=final_metrics(result), curves=_curves(_parse(lines)),
     )  # fmt: skip
 
 
 def from_sweep(folder: Path) -> StudyRecord:
-    """The jobs of a multirun folder; raises ConfigError where there is none."""
+    """The jobs of a multirun folder; raises ConfigError where there is none.
+
+    Of a sweep that another process still runs, jobs without a result are running.
+    """
     jobs = [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
     if not jobs:
         raise ConfigError(f"folder={folder} holds no jobs of a multirun")
+    study = read_json(folder / STUDY_FILE)
     runs = [from_folder(job) for job in sorted(jobs, key=lambda p: int(p.name))]
-    study = _json(folder / "study.json")
+    if sweeps_elsewhere(study):
+        runs = [replace(r, status="running") if r.reason == NO_RESULT else r for r in runs]
     return StudyRecord(
         study.get("name", folder.name), runs, study.get("parent_run_id"),
         tuple(study.get("varied", ())),
     )  # fmt: skip
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _parse(lines: Iterable[str]) -> Iterable[tuple[str, int, float]]:
@@ -174,8 +191,10 @@ def _curves(
 
 
 def _commit(provenance: dict[str, Any]) -> str:
+    """Short, with a `+` if the code was changed since."""
     git = provenance.get("git") or ""
-    return f"{git[:7]}{'+' if provenance.get('dirty') else ''}" if git else ""
+    changed = [f for f in provenance.get("dirty_files") or [] if not _RESULTS.match(f)]
+    return f"{git[:7]}{'+' if changed else ''}" if git else ""
 
 
 # -- from a store ---------------------------------------------------------------------------------
@@ -195,7 +214,10 @@ def find_study(store: Store, study: str) -> tuple[str, list[Any], dict[str, str]
         if loose:
             return study, loose, {}
         names = sorted({p.data.tags.get("study", p.info.run_id) for p in parents})
-        raise UnknownStudy(study, names)
+        raise ConfigError(
+            f"study={study}: no such study in this store{near(study, names)}; there are: "
+            f"{', '.join(names[:10]) or 'none'}"
+        )
     latest = max(named, key=lambda p: p.info.start_time)
     if len(named) > 1:
         others = ", ".join(p.info.run_id for p in named if p is not latest)
@@ -204,14 +226,6 @@ def find_study(store: Store, study: str) -> tuple[str, list[Any], dict[str, str]
     facts = {**latest.data.params, **latest.data.tags, "run_id": latest.info.run_id}
     name = latest.data.tags.get("study", latest.info.run_name)
     return name, store.search(of_parent), facts
-
-
-class UnknownStudy(ConfigError):
-    """No study is called so; carries the names that there are."""
-
-    def __init__(self, study: str, names: list[str]) -> None:
-        super().__init__(f"study={study}: no such study in this store")
-        self.study, self.names = study, names
 
 
 def from_store(store: Store, study: str | None, run_ids: Iterable[str] = ()) -> StudyRecord:
@@ -225,10 +239,11 @@ def from_store(store: Store, study: str | None, run_ids: Iterable[str] = ()) -> 
         runs = list(pool.map(lambda run: _record(store, run), found))
     runs = _without_replaced(sorted(runs, key=lambda run: run.started))
     # Jobs that ended before they had a run of their own are known to their parent only.
-    for number, lost in enumerate(json.loads(facts.get("jobs_without_run", "[]"))):
+    for number in range(int(facts.get(LOST, 0))):
+        lost = json.loads(facts[f"{LOST}.{number}"])
         runs.append(RunRecord(
             f"lost-{number}", " ".join(lost["overrides"]), "failed",
-            _of_overrides(lost["overrides"]), reason=lost["reason"],
+            _of_overrides(lost["overrides"]), reason=lost["reason"], whole=False,
         ))  # fmt: skip
     varied = tuple(k for k in facts.get("varied", "").split(",") if k)
     return StudyRecord(name, runs, facts.get("run_id"), varied)
@@ -236,8 +251,12 @@ def from_store(store: Store, study: str | None, run_ids: Iterable[str] = ()) -> 
 
 def _without_replaced(runs: list[RunRecord]) -> list[RunRecord]:
     """Without failures that a later run of the same job (study.resume) made good."""
-    good = {(run.name, run.seed): run.started for run in runs if run.finished}
-    return [run for run in runs if run.finished or run.started > good.get((run.name, run.seed), 0)]
+
+    def job(run: RunRecord) -> object:
+        return run.overrides or (run.name, run.seed)
+
+    good = {job(run): run.started for run in runs if run.finished}
+    return [run for run in runs if run.finished or run.started > good.get(job(run), 0)]
 
 
 def _record(store: Store, run: Any) -> RunRecord:
@@ -258,7 +277,8 @@ def _record(store: Store, run: Any) -> RunRecord:
         settings=settings, requested=other, reason=tags.get("reason", ""),
         seed=params.get("seed", ""), machine=tags.get("machine", ""),
         commit=tags.get("mlflow.source.git.commit", "")[:7], started=run.info.start_time / 1000,
-        final=final, curves=_curves(points),
+        final=final, curves=_curves(points), whole=bool(params), resumed="resumed" in tags,
+        overrides=tuple(sorted(json.loads(tags.get("overrides", "[]")))),
     )  # fmt: skip
 
 

@@ -30,8 +30,9 @@ def objective(result: dict[str, Any]) -> float:
 
 def wide_console() -> Console:
     """The terminal; elsewhere wide enough that tables in logs are not folded."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=140)
+    # No markup: names, reasons and paths may hold brackets.
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=140)
 
 
 def print_summary(result: dict[str, Any], console: Console | None = None) -> None:
@@ -204,8 +205,10 @@ def comparison_caption(found: Comparison) -> str:
 
 
 def in_one_line(found: Comparison) -> str:
-    """The answer; where all runs are too short, that."""
-    if not found.answer and len(found.groups) > 1 and not any(g.steady for g in found.groups):
+    """The answer; where runs are too short for one, that."""
+    if not found.answer and len(found.groups) > 1 and not found.groups[0].steady:
+        if any(g.steady for g in found.groups):
+            return "no verdict on speed: the baseline reached no steady state"
         return "no verdict on speed: no run reached a steady state"
     return "; ".join(found.answer)
 
@@ -239,9 +242,10 @@ def _parity(group: Group) -> str:
     parity = group.parity
     if parity is None:
         return ""
-    words = {"open": "open: more seeds", "unknown": "too few runs"}.get(
-        parity.verdict, parity.verdict
-    )
+    words = {
+        "open": "open: more seeds", "unknown": "too few runs",
+        "incomplete": "open: runs without a return", "identical": "identical, seed by seed",
+    }.get(parity.verdict, parity.verdict)  # fmt: skip
     return words if math.isnan(parity.margin) else f"{words} (margin {parity.margin:.1f})"
 
 
@@ -270,11 +274,12 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
     console.print(table)
     for group in found.groups:
         for run in group.failures:
-            console.print(f"[red]{run.status}[/] {run.name}\n    {run.reason}", markup=True)
+            console.print(run.status, style="red", end=" ")
+            console.print(f"{run.name}\n    {run.reason}")
     if answer := in_one_line(found):
-        console.print(answer, style="bold", markup=False)
+        console.print(answer, style="bold")
     for note in found.notes:
-        console.print(f"- {note}", markup=False)
+        console.print(f"- {note}")
 
 
 def write_comparison(found: Comparison, folder: Path) -> list[Path]:
@@ -318,7 +323,8 @@ def as_object(found: Comparison) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _plain(value._asdict())
+        own = value._asdict()
+        return _plain(own | {"is_range": value.is_range} if hasattr(value, "is_range") else own)
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -336,18 +342,25 @@ def _csv(found: Comparison) -> str:
         "steps_to", "seconds_to", "memory_bytes", "gpu_bytes", "compile_s", "joules_per_step",
     )  # fmt: skip
     writer = csv.writer(text, lineterminator="\n")
-    ends = ("", "_low", "_high")
+    ends = ("", "_low", "_high", "_interval")
     writer.writerow([
         *found.by, "runs", "finished", "recipe", "steady", "verdict",
         *(name + end for name in estimates for end in ends), *numbers, "parity", "margin",
     ])  # fmt: skip
     for g in found.groups:
-        values = [x for name in estimates for x in (getattr(g, name) or (math.nan,) * 3)]
-        values += [getattr(g, name) for name in numbers]
         recipe = " ".join(f"{k}={v}" for k, v in g.recipe.items())
-        parity = [g.parity.verdict, g.parity.margin] if g.parity else ["", ""]
+        cells = [cell for name in estimates for cell in _cells(getattr(g, name))]
+        cells += [getattr(g, name) for name in numbers]
+        cells += [g.parity.verdict, g.parity.margin] if g.parity else ["", ""]
         writer.writerow([
             *g.levels.values(), len(g.runs), len(g.done), recipe, g.steady, g.verdict,
-            *("" if math.isnan(x) else x for x in values), *parity,
+            *("" if x != x else x for x in cells),
         ])  # fmt: skip
     return text.getvalue()
+
+
+def _cells(value: Estimate | None) -> list[str | float]:
+    """Value, low, high, and what these two are."""
+    if value is None or not value.known:
+        return [value.value if value else "", "", "", ""]
+    return [*value, "range" if value.is_range else "95 %"]

@@ -148,8 +148,10 @@ def with_resumed_sweep(argv: list[str]) -> list[str]:
     if not given or given[-1] is None or "hydra.mode=RUN" in argv:
         return argv
     folder = find_sweep(str(given[-1]))
-    saved = json.loads((folder / STUDY_FILE).read_text())["overrides"]
-    flags = [a for a in argv if a.startswith("-")]
+    study = json.loads((folder / STUDY_FILE).read_text())
+    saved, place = study["overrides"], config_dir(argv)
+    argv = [a for a in argv if a not in place]
+    flags = [*(place or study.get("config_dir", [])), *(a for a in argv if a.startswith("-"))]
     now = [a for a in argv if not a.startswith("-")]
     keys = {_key(a) for a in now}
     # Given twice, a swept key would be crossed with itself.
@@ -163,6 +165,16 @@ def quote(path: Path) -> str:
     """A path as a Hydra override value."""
     text = str(path).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{text}'"
+
+
+def config_dir(argv: list[str]) -> list[str]:
+    """The flag that adds a configuration folder, as it was given."""
+    for i, argument in enumerate(argv):
+        if argument.startswith("--config-dir="):
+            return [argument]
+        if argument in ("--config-dir", "-cd"):
+            return argv[i : i + 2]
+    return []
 
 
 def _key(override: str) -> str:

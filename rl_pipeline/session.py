@@ -353,7 +353,7 @@ class Session:
         }
         if fallbacks := self.compile_log.fallbacks:
             result["effective"] = result["effective"] | {
-                "compile": f"eager for {', '.join(fallbacks)}: {next(iter(fallbacks.values()))}"
+                "compile": f"eager for {', '.join(fallbacks)}"  # why: compile.fallbacks
             }
         if copies := self.transfers.report(self.counters.env_steps):
             result["transfers"] = copies

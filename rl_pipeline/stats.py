@@ -133,7 +133,8 @@ def bootstrap_speedup(rates: Sequence[float], base: Sequence[float]) -> Estimate
 
 
 class Parity(NamedTuple):
-    """Whether learning suffered: `verdict` is not worse, worse, open or unknown."""
+    """Whether learning suffered: `verdict` is not worse, worse, open or unknown (and, from a
+    comparison, identical, incomplete or nothing learned)."""
 
     difference: Estimate
     """IQM minus the baseline's, in return; two-sided 90 %, so 95 % on the side that matters."""
@@ -279,11 +280,11 @@ def first_reach(x: np.ndarray, values: np.ndarray, threshold: float) -> float:
     return float(x[reached[0]]) if len(reached) else math.inf
 
 
-def training_seconds(steps: np.ndarray, rates: np.ndarray, begin: float = 0.0) -> np.ndarray:
+def training_seconds(steps: np.ndarray, rates: np.ndarray) -> np.ndarray:
     """Seconds of training at each logged row, from the rows' env steps per second.
 
     Evaluation, checkpoints and the gap before a resume are no training and not in it.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        seconds = np.diff(steps, prepend=begin) / rates
+        seconds = np.diff(steps, prepend=0.0) / rates
     return np.cumsum(np.where(np.isfinite(seconds), seconds, 0.0))

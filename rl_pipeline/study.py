@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import shlex
-import socket
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rl_pipeline.config import refusing, sweep_settings, varied_keys
-from rl_pipeline.runs import STUDY_FILE, flatten, has_run, parse_overrides, quote
+from rl_pipeline.config import near, refusing, sweep_settings, varied_keys
+from rl_pipeline.processes import alive, myself, sweeps_elsewhere
+from rl_pipeline.runs import STUDY_FILE, config_dir, flatten, has_run, parse_overrides, quote
 from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, read_json
 
 _HANDED_ON = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
+
+
+def _fatal(method: Callable[..., None]) -> Callable[..., None]:
+    """Hydra turns exceptions of callbacks into warnings; SystemExit passes."""
+
+    @functools.wraps(method)
+    def told(self: Study, config: DictConfig, **_: Any) -> None:
+        try:
+            method(self, config)
+        except Exception:
+            traceback.print_exc()
+            self._end("failed")
+            raise SystemExit(1) from None
+
+    return told
 
 
 class Study(Callback):
@@ -30,9 +47,9 @@ class Study(Callback):
         self._parent: dict[str, Any] | None = None
         self._open = False
 
+    @_fatal
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Create the parent run and tell the jobs about it."""
-        # Hydra turns exceptions of callbacks into warnings; the SystemExit of refusing() passes.
         with refusing():
             grid = sweep_settings(config)
             folder = Path(str(config.hydra.sweep.dir)).resolve()
@@ -48,15 +65,17 @@ class Study(Callback):
         self._settings = grid[0].study
         name = self._settings.name or " x ".join(varied) or "multirun"
         folder.mkdir(parents=True, exist_ok=True)
-        study = _json(folder / STUDY_FILE) | {
+        place = config_dir(sys.argv)
+        study = read_json(folder / STUDY_FILE) | {
             "name": name, "varied": varied, "folder": str(folder), "cwd": str(Path.cwd()),
-            "overrides": [a for a in sys.argv[1:] if not a.startswith("-")],
+            "overrides": [a for a in sys.argv[1:] if a not in place and not a.startswith("-")],
+            "config_dir": place, "process": myself(),
         }  # fmt: skip
         if grid[0].tracking.name != "none":
             from rl_pipeline.telemetry import tracker
 
             self._parent = tracker.create_parent(
-                grid[0].tracking, name, _tags(name, folder, grid, varied),
+                grid[0].tracking, name, _tags(name, folder, _jobs(config, grid), varied),
                 _params(config, grid, varied), Path.cwd(), study.get("parent_run_id"),
             )  # fmt: skip
         if self._parent:
@@ -67,6 +86,7 @@ class Study(Callback):
         atexit.register(self._end, "killed")
         os.environ["RL_PIPELINE_STUDY"] = json.dumps(study)
 
+    @_fatal
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Compare, show and keep the answer, close the parent run, and fail if a job did."""
         from rl_pipeline import records, report
@@ -75,14 +95,16 @@ class Study(Callback):
         folder = Path(str(config.hydra.sweep.dir))
         study = records.from_sweep(folder)
         print()
+        self._question = [f"study={self._parent['run_id']}"] if self._parent else []
         files, answer = self._compare(study, folder)
         failed = [run for run in study.runs if not run.finished]
         # Known to the parent only: they ended before they had a run of their own.
         lost = [
-            {"overrides": run.name.split(), "reason": run.reason}
+            json.dumps({"overrides": run.overrides or [run.name], "reason": run.reason[:300]})
             for run in failed if not run.tracked
         ]  # fmt: skip
-        tags = {"jobs_without_run": json.dumps(lost), "answer": answer}
+        tags = {"answer": answer, LOST: str(len(lost))}
+        tags |= {f"{LOST}.{n}": job for n, job in enumerate(lost)}
         self._end("failed" if failed else "finished", files, tags)
         print(f"folder  {report.shown_path(str(folder))}")
         if self._parent:
@@ -91,7 +113,8 @@ class Study(Callback):
             page = f"{server}/#/experiments/{self._parent['experiment_id']}/runs"
             print(f"        {page}/{self._parent['run_id']}/artifacts  (the answer)")
             print(f"        {page}?viewStateShareKey={self._parent['run_id']}  (the jobs)")
-            print(f"again   python -m rl_pipeline.compare study={self._parent['run_id']}")
+            line = shlex.join(["python", "-m", "rl_pipeline.compare", *self._question])
+            print(f"again   {line}")
         if failed:
             print(f"{len(failed)} of {len(study.runs)} jobs did not finish", file=sys.stderr)
             if _ordered_by_us(config) and config.hydra.sweeper._target_.endswith("BasicSweeper"):
@@ -116,10 +139,15 @@ class Study(Callback):
                 if not run.finished:
                     print(f"{run.status} {run.name}\n    {run.reason}")
             return [], ""
+        base = ",".join(f"{k}={v}" for k, v in found.baseline.items())
+        if base and base.count("=") == base.count(",") + 1:
+            self._question.append(f"baseline={base}")
+        if found.threshold is not None:
+            self._question.append(f"threshold={found.threshold:g}")
         report.print_comparison(found)
         files = report.write_comparison(found, folder / "comparison")
         print(f"page    {report.shown_path(str(folder / 'comparison' / 'index.html'))}")
-        return files, "; ".join(found.answer)
+        return files, report.in_one_line(found)
 
     def _end(
         self, status: str, artifacts: Sequence[Path] = (), tags: dict[str, str] | None = None
@@ -137,6 +165,13 @@ class Study(Callback):
 
 def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
     study = grid[0].study
+    if sweeps_elsewhere(read_json(folder / STUDY_FILE)):
+        raise ConfigError(f"hydra.sweep.dir={config.hydra.sweep.dir}: its sweep still runs")
+    for job in folder.glob("*[0-9]"):
+        request = read_json(job / REQUEST_FILE)
+        if request and alive(*(request[k] for k in ("host", "pid", "pid_started"))):
+            raise ConfigError(f"job {job} still runs (process {request['pid']}); let it end first")
+    _check_baseline(study.baseline, grid)
     if not study.resume and any(has_run(job) for job in folder.glob("*") if job.is_dir()):
         raise ConfigError(
             f"hydra.sweep.dir={config.hydra.sweep.dir} already holds the runs of a sweep; choose "
@@ -155,11 +190,31 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
     if study.interleave and config.hydra.launcher.shuffle:
         raise ConfigError("hydra.launcher.shuffle has no effect with study.interleave=true")
     sweeper = config.hydra.sweeper
+    if study.resume and not str(sweeper._target_).endswith("BasicSweeper"):
+        raise ConfigError(
+            "study.resume runs what is missing of a grid; a sweeper that chooses its trials begins "
+            "them anew: leave it out"
+        )
     if str(sweeper._target_).endswith("OptunaSweeper") and "min" in str(sweeper.direction):
         raise ConfigError(
             f"hydra.sweeper.direction={sweeper.direction}: the objective is the return, which is "
             "to be large; use hydra.sweeper.direction=maximize"
         )
+
+
+def _check_baseline(baseline: str | None, grid: list[Settings]) -> None:
+    """Before the jobs run and not after: its form, and that its settings exist."""
+    from rl_pipeline.compare import levels
+
+    try:
+        keys = list(levels(baseline or {}))
+    except ValueError as error:
+        raise ConfigError(f"study.baseline={baseline}: {error}") from None
+    flat = flatten(grid[0].model_dump(mode="json"))
+    known = sorted({key.removesuffix(".name") for key in flat})
+    for key in keys:
+        if key not in known and not key.startswith("threads."):
+            raise ConfigError(f"study.baseline={baseline}: {key} is no setting{near(key, known)}")
 
 
 def _prepare_ray(ray: DictConfig) -> None:
@@ -181,8 +236,14 @@ def _ordered_by_us(config: DictConfig) -> bool:
 
 def _params(config: DictConfig, grid: list[Settings], varied: list[str]) -> dict[str, Any]:
     """What the study varies, how, and what all its jobs have in common."""
+    from rl_pipeline.groups import telling
+
     flat = [flatten(settings.model_dump(mode="json")) for settings in grid]
     common = {k: v for k, v in flat[0].items() if all(f.get(k) == v for f in flat)}
+    differ = [k for k in flat[0] if k not in common and k != "seed"]
+    # Options by their names, and the values that are varied by themselves.
+    chosen = [k for k in differ if k.endswith(".name") or k in varied]
+    texts = [{k: str(v) for k, v in values.items()} for values in flat]
     swept = {
         o.key_or_group: o.input_line.split("=", 1)[1]
         for o in parse_overrides(list(config.hydra.overrides.task)) if o.is_sweep_override()
@@ -195,27 +256,28 @@ def _params(config: DictConfig, grid: list[Settings], varied: list[str]) -> dict
         ).items() if k != "_target_" and "runtime_env" not in k
     }  # fmt: skip
     return {
-        "varied": ",".join(varied), "command": " ".join(sys.argv[1:]), "jobs": len(grid),
+        "varied": ",".join(varied), "grouped_by": ",".join(telling(chosen, texts, [])),
+        "command": shlex.join(sys.argv[1:]), "jobs": _jobs(config, grid),
         **{f"sweep.{key}": values[key] for key in varied}, **launcher,
         **{k: v for k, v in common.items() if k not in varied},
     }  # fmt: skip
 
 
-def _tags(name: str, folder: Path, grid: list[Settings], varied: list[str]) -> dict[str, str]:
-    me = psutil.Process()
+def _jobs(config: DictConfig, grid: list[Settings]) -> int:
+    """How many jobs there will be; a sweeper that chooses its trials says so itself."""
+    return int(config.hydra.sweeper.get("n_trials") or len(grid))
+
+
+def _tags(name: str, folder: Path, jobs: int, varied: list[str]) -> dict[str, str]:
     command = shlex.join(["python", "-m", "rl_pipeline.train", *sys.argv[1:]])
     return {
         "study": name, "kind": "study", "run_folder": str(folder),
         # Who could tell that the sweep was killed: see Store.end_dead_studies.
-        "process": json.dumps([socket.gethostname(), me.pid, me.create_time()]),
+        "process": json.dumps(myself()),
         "mlflow.source.name": "rl_pipeline.train",
         "mlflow.source.type": "LOCAL",
         "mlflow.note.content": (
-            f"{len(grid)} jobs over {' x '.join(varied)}.\n\n    {command}\n\n"
+            f"{jobs} jobs over {' x '.join(varied)}.\n\n    {command}\n\n"
             f"The answer is in the artifacts: `comparison/index.html`.\n\nFolder: `{folder}`"
         ),
     }  # fmt: skip
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}

@@ -65,6 +65,17 @@ def test_one_disturbed_turn_does_not_count():
     assert timing["raw"] == pytest.approx(1e-3)
 
 
+def test_a_cold_first_call_does_not_set_the_length_of_the_turns():
+    machine, steps = Machine(), []
+
+    def cold(count: int) -> None:
+        machine.now += count * 1e-4 + (0.0 if steps else 0.5)
+        steps.append(count)
+
+    take_turns({"raw": cold}, 1.2, np.random.default_rng(0), machine)
+    assert steps[-1] == pytest.approx(1000, rel=0.1)  # a tenth of a second
+
+
 def repeats(ours_us, raw_us):
     return [{"ours": a * 1e-6, "raw": b * 1e-6} for a, b in zip(ours_us, raw_us, strict=True)]
 
@@ -216,9 +227,10 @@ def test_the_study_measures_every_way(monkeypatch, tmp_path):
 
 
 def test_speed_ups_are_paired_and_the_answer_follows_from_the_rows():
-    timings = [{"naive": 4e-5 * s, "envpool": 1e-5 * s, "valid": 1.0} for s in (1, 2, 10)]
-    rows = study.rows_of("pong", 8, timings)
+    cell = Cell("pong", "envpool", 8, 1)
+    timings = [{"naive": 4e-5 * s, "way": 1e-5 * s, "valid": 1.0} for s in (1, 2, 10)]
+    rows = study.rows_of([cell], {cell: timings})
     assert (rows[1]["speedup_low"], rows[1]["speedup_high"]) == pytest.approx((4, 4))
     assert "envpool with 8 environments makes 400,000 env steps/s, 4.0 times" in study.answer(rows)
-    slower = study.rows_of("pong", 8, [{"naive": 1e-5, "envpool": 2e-5, "valid": 1.0}])
+    slower = study.rows_of([cell], {cell: [{"naive": 1e-5, "way": 2e-5, "valid": 1.0}]})
     assert "nothing beats the naive loop" in study.answer(slower)

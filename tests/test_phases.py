@@ -503,7 +503,7 @@ def test_random_streams_differ_by_name_seed_and_index():
 # -- the arrows of the design -------------------------------------------------------------------
 
 LAYERS = [
-    {"types", "settings", "cpus", "auto"},
+    {"types", "settings", "cpus", "auto", "processes"},
     {
         "runtime",
         "precision",

@@ -17,7 +17,8 @@ import pytest
 from conftest import Cli
 
 from hydra_plugins.rl_pipeline_plugins.process_launcher import interleaved
-from rl_pipeline import jobs, runs
+from rl_pipeline import jobs, processes, runs
+from rl_pipeline.study import Study
 
 QUICK = ("debug=short", "tracking=none", "total_steps=300", "eval.episodes=0")
 
@@ -41,6 +42,9 @@ def test_interleaving_repeats_the_grid_seed_by_seed_in_an_order_of_its_own():
         (["-m", "backend=gymnasium,envpool", "study.interleave=true"], "add seed=1,2,3"),
         (["study.interleave=true"], "study.interleave has no effect on a single run"),
         (["-m", "seed=1,2", "study.resume=nowhere"], "study.resume=nowhere: no such multirun"),
+        (["-m", "seed=1,2", "study.baseline='backed=gymnasium'"], "did you mean backend"),
+        (["-m", "seed=1,2", "study.baseline=a=b"], "quotes of its own: \"study.baseline='a=b'\""),
+        (["-m", "seed=1,2", "study.baseline=gymnasium"], "give settings, e.g."),
         (["-m", "seed=1,2", "hydra.launcher.n_job=2"], "did you mean hydra.launcher.n_jobs"),
         (["-m", "seed=1,2", "study.interleave=true", "hydra.launcher.shuffle=true"],
          "hydra.launcher.shuffle has no effect"),
@@ -116,6 +120,40 @@ def test_a_killed_job_is_told_with_its_signal(tmp_path, capsys, monkeypatch):
     assert json.loads((tmp_path / "0" / "result.json").read_text())["overrides"] == ["seed=1"]
 
 
+def test_a_job_that_finished_counts_although_its_process_ended_badly(tmp_path, capsys, monkeypatch):
+    """Its record is whole; study.resume would not run it again either."""
+    result = {"status": "finished", "throughput": {"env_steps_per_s": 5.0},
+              "returns": {"eval_mean": 3.0, "train_mean": None}}  # fmt: skip
+    code = f"import sys; open('result.json', 'w').write({json.dumps(result)!r}); sys.exit(9)"
+    folder = tmp_path / "0"
+    code = f"import os; os.chdir({str(folder)!r}); {code}"
+    monkeypatch.setattr(jobs.Job, "command", [sys.executable, "-c", code])
+    job = jobs.Job(["seed=1"], 0, folder, "[1/1]", [], environ=dict(os.environ))
+    assert jobs.run(job) == 3.0
+    out = capsys.readouterr().out
+    assert "finished  seed=1" in out and "ended badly: exit code 9" in out and "FAILED" not in out
+
+
+def test_what_goes_wrong_at_the_end_of_a_sweep_fails_it(monkeypatch, capsys):
+    """Hydra would turn it into a warning and the exit code into 0."""
+    ends: list[str] = []
+    study = Study()
+    monkeypatch.setattr(study, "_end", lambda status: ends.append(status))
+    with pytest.raises(SystemExit) as stopped:
+        study.on_multirun_end(None)  # no configuration: an error of any kind
+    assert stopped.value.code == 1 and ends == ["failed"]
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_sweep_that_still_runs_is_not_resumed(cli):
+    folder = cli.cwd / "multirun" / "a"
+    folder.mkdir(parents=True)
+    study = {"name": "n", "overrides": ["seed=1,2"], "process": processes.myself()}
+    (folder / "study.json").write_text(json.dumps(study))
+    out = cli("study.resume=n", *QUICK)
+    assert out.returncode == 2 and "its sweep still runs" in out.stderr
+
+
 @pytest.mark.slow
 def test_a_killed_sweep_is_marked_by_the_next_one(cli):
     sweep = subprocess.Popen(
@@ -148,6 +186,12 @@ def test_a_sweep_is_resumed_with_its_own_overrides_and_those_of_now_win(tmp_path
     assert found == ["-m", "backend=a,b", "study.resume=n", "seed=1,2",
                      "hydra.sweep.dir='multirun/a'"]  # fmt: skip
     assert runs.with_resumed_sweep(["seed=1"]) == ["seed=1"]
+    saved["config_dir"] = ["--config-dir", "mine"]
+    (folder / "study.json").write_text(json.dumps(saved))
+    flags = runs.with_resumed_sweep(["study.resume=n"])[:3]
+    assert flags == ["-m", "--config-dir", "mine"]
+    flags = runs.with_resumed_sweep(["study.resume=n", "--config-dir", "other"])[:3]
+    assert flags == ["-m", "--config-dir", "other"]
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def test_without_tracking_the_same_calls_do_nothing():
 
 
 def test_a_prepared_view_fits_into_a_tag_and_names_metrics_that_exist():
-    packed = views.view_state(views.jobs_of("a" * 32), views.grouping("backend,algo.horizon,seed"))
+    packed = views.view_state(views.jobs_of("a" * 32), ["backend.name", "algo.horizon"])
     assert packed.startswith("deflate;") and len(packed) < 5000
     state = json.loads(zlib.decompress(base64.b64decode(packed.removeprefix("deflate;"))))
     assert [k["groupByData"] for k in state["groupBy"]["groupByKeys"]] == [

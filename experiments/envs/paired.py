@@ -63,15 +63,18 @@ def take_turns(
 
 
 def _steps_in(run: Advance, seconds: float, clock: Callable[[], float]) -> int:
-    """How many steps last about `seconds`; finding that out is the warm-up."""
-    steps = 1
-    while True:
+    """How many steps last about `seconds`; finding that out is the warm-up.
+
+    Twice in a row: the first call may take a hundred times as long as a warm one.
+    """
+    steps, confirmed = 1, 0
+    while confirmed < 2:
         begin = clock()
         run(steps)
         took = clock() - begin
-        if took >= seconds / 4:
-            return max(1, round(steps * seconds / took))
-        steps *= 2
+        confirmed = confirmed + 1 if took >= seconds / 2 else 0
+        steps = max(1, min(round(steps * seconds / max(took, 1e-9)), 4 * steps))
+    return steps
 
 
 def bar_of(cell: Cell) -> tuple[str, float] | None:

@@ -2,7 +2,7 @@
 
     python -m experiments.vectorization.study tasks=pong num_envs=8 repeats=7
 
-Options as in experiments/envs/bench.py. All ways to step a task take turns within each repeat.
+Options as in experiments/envs/bench.py. Each way takes turns with the naive loop.
 """
 
 from __future__ import annotations
@@ -26,28 +26,31 @@ from experiments.vectorization.naive import NaiveEnvs
 from rl_pipeline import figures, report
 
 HERE = Path(__file__).parent
-FULL = replace(bench.Options(), num_envs=(8, 64, 256), threads=(2,), repeats=5, out=str(HERE))
-SHORT = replace(FULL, num_envs=(8, 256), repeats=3, seconds=0.3, out=str(HERE / "runs" / "quick"))
+FULL = replace(bench.Options(), num_envs=(8, 64, 256), threads=(2,), repeats=3, out=str(HERE))
+SHORT = replace(FULL, num_envs=(8, 256), repeats=1, seconds=0.3, out=str(HERE / "runs" / "quick"))
 HEADER = "task | envs | way | env steps/s (spread) | times the naive loop (range)".split(" | ")
 
 
-def visit(cells: list[Cell], seconds: float, seed: int) -> dict[str, float]:
-    """Seconds a step of the naive loop and of each cell (all of one task and size)."""
+def visit(cell: Cell, seconds: float, seed: int) -> dict[str, float]:
+    """Seconds a step of the naive loop and of one way, and the share of valid rows.
+
+    A pair at a time: with all ways built at once, processes that were idle for their turns took
+    five times as long.
+    """
     rng = np.random.default_rng(seed)
-    first = cells[0]
-    actions = steppers.draw_actions(steppers.spec_of(first), rng)
+    actions = steppers.draw_actions(steppers.spec_of(cell), rng)
     with ExitStack() as stack:
         contenders: dict[str, Advance] = {}
         # The first that is built is often slower, so chance decides who that is.
-        for i in rng.permutation(len(cells) + 1):
-            if i == len(cells):
-                naive = NaiveEnvs(steppers.settings_of(first).env, first.num_envs, seed)
+        for way in rng.permutation(["naive", cell.backend]):
+            if way == "naive":
+                naive = NaiveEnvs(steppers.settings_of(cell).env, cell.num_envs, seed)
                 stack.callback(naive.close)
                 contenders["naive"] = advance_naive(naive, actions)
                 continue
-            envs = steppers.make_ours(cells[i], seed)
+            envs = steppers.make_ours(cell, seed)
             stack.callback(envs.close)
-            contenders[cells[i].backend] = steppers.advance_ours(envs, actions)
+            contenders["way"] = steppers.advance_ours(envs, actions)
         timing = take_turns(contenders, seconds, rng)
         valid = np.mean([naive.step(action).valid.mean() for action in actions])
         return timing | {"valid": float(valid)}
@@ -65,19 +68,21 @@ def advance_naive(naive: NaiveEnvs, actions: list[np.ndarray]) -> Advance:
     return advance
 
 
-def rows_of(task: str, num_envs: int, timings: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """One row per way: speed by itself, speed-up paired within each repeat."""
-    share = statistics.mean(timing["valid"] for timing in timings)
+def rows_of(cells: list[Cell], timings: dict[Cell, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """One row per way to step one task at one size: its speed, and its speed-up within pairs."""
+    pairs = [pair for cell in cells for pair in timings[cell]]
+    share = statistics.mean(pair["valid"] for pair in pairs)
+    task, num_envs = cells[0].task, cells[0].num_envs
     rows = []
-    for way in ("naive", *sorted(timings[0].keys() - {"naive", "valid"}, key=bench.BACKENDS.index)):
-        speeds = [num_envs * share / timing[way] for timing in timings]
-        ratios = [timing["naive"] / timing[way] for timing in timings]
-        low, middle, high = np.quantile(speeds, [0.25, 0.5, 0.75])
+    for way, mine in [("naive", pairs)] + [(cell.backend, timings[cell]) for cell in cells]:
+        seconds = [pair["naive" if way == "naive" else "way"] for pair in mine]
+        low, middle, high = np.quantile([num_envs * share / s for s in seconds], [0.25, 0.5, 0.75])
+        ratios = [pair["naive"] / s for pair, s in zip(mine, seconds, strict=True)]
         rows.append({
             "task": task, "num_envs": num_envs, "way": way,
             "env_steps_per_s": float(middle), "spread": float((high - low) / 2 / middle),
             "speedup": statistics.median(ratios), "speedup_low": min(ratios),
-            "speedup_high": max(ratios), "seconds_per_step": [t[way] for t in timings],
+            "speedup_high": max(ratios), "seconds_per_step": seconds,
         })  # fmt: skip
     return rows
 
@@ -141,19 +146,19 @@ def main() -> None:
     if len(options.threads) > 1:
         raise SystemExit("threads=... takes one number here: a way is one line of the picture")
     facts = bench.machine_facts()
-    groups: dict[tuple[str, int], list[Cell]] = {}
-    for cell in bench.cells_of(options, facts["cores"]):
-        groups.setdefault((cell.task, cell.num_envs), []).append(cell)
-    timings: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in groups}
-    order, keys = np.random.default_rng(options.seed), list(groups)
+    cells = bench.cells_of(options, facts["cores"])
+    timings: dict[Cell, list[dict[str, float]]] = {cell: [] for cell in cells}
+    order = np.random.default_rng(options.seed)
     for repeat in range(options.repeats):
         began = time.perf_counter()
-        for i in order.permutation(len(keys)):
-            seed = int(order.integers(2**31))
-            timings[keys[i]].append(visit(groups[keys[i]], options.seconds, seed))
+        for i in order.permutation(len(cells)):
+            timings[cells[i]].append(visit(cells[i], options.seconds, int(order.integers(2**31))))
         took = time.perf_counter() - began
         print(f"repeat {repeat + 1} of {options.repeats}: {took:.0f} s", flush=True)
-    rows = [row for key in keys for row in rows_of(*key, timings[key])]
+    groups: dict[tuple[str, int], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.task, cell.num_envs), []).append(cell)
+    rows = [row for group in groups.values() for row in rows_of(group, timings)]
     write(Path(options.out), rows, facts, options)
     print((Path(options.out) / "table.md").read_text())
     print("folder ", report.shown_path(options.out))

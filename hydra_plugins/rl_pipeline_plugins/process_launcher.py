@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -36,6 +37,7 @@ class ProcessLauncher(Launcher):
         self.n_jobs, self.timeout_s, self.shuffle = n_jobs, timeout_s, bool(shuffle)
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopping = False
+        self._done: dict[frozenset[str], dict[str, Any]] | None = None
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -49,7 +51,8 @@ class ProcessLauncher(Launcher):
         """Run all jobs that have not finished before; results in the order of `job_overrides`."""
         sweep_dir = Path(str(self.config.hydra.sweep.dir))
         sweep_dir.mkdir(parents=True, exist_ok=True)
-        done = finished_jobs(sweep_dir) if self.config.study.resume else {}
+        if self._done is None:  # once: a sweep may launch in batches
+            self._done = finished_jobs(sweep_dir) if self.config.study.resume else {}
         returns: dict[int, float] = {}
         waiting: list[jobs.Job] = []
         for i, given in enumerate(job_overrides):
@@ -60,7 +63,7 @@ class ProcessLauncher(Launcher):
                 overrides, number, sweep_dir / str(number), label,
                 jobs.passed_on(list(self.config.hydra.overrides.hydra)), self.timeout_s,
             )  # fmt: skip
-            if earlier := done.get(frozenset(overrides)):
+            if earlier := self._done.get(frozenset(overrides)):
                 returns[i] = report.objective(earlier)
                 print(f"{label} done      {job.name}", flush=True)
             else:

@@ -15,9 +15,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
 from filelock import FileLock
 
+from rl_pipeline.processes import alive
 from rl_pipeline.telemetry import views
 from rl_pipeline.telemetry.tail import store_name
 
@@ -159,10 +159,9 @@ class Store:
             raise
         return True
 
-    def search(self, condition: str, experiments: list[str] | None = None) -> list[Any]:
-        """All runs that meet a condition, over all experiments if none are given."""
-        if experiments is None:
-            experiments = [e.experiment_id for e in self.client.search_experiments()]
+    def search(self, condition: str) -> list[Any]:
+        """All runs that meet a condition, over all experiments."""
+        experiments = [e.experiment_id for e in self.client.search_experiments()]
         found: list[Any] = []
         token = None
         while True:
@@ -188,16 +187,6 @@ class Store:
         final = _STATUS.get(str(status), "FAILED")
         self.client.set_terminated(run_id, final, int(end_s * 1000))
         return final
-
-
-def alive(host: str, pid: int, started: float) -> bool:
-    """Whether a process runs, on this machine."""
-    try:
-        process = psutil.Process(pid)
-        same = abs(process.create_time() - started) < 1
-        return same and process.status() != "zombie" and host == socket.gethostname()
-    except psutil.Error:
-        return False
 
 
 def trouble_kinds() -> tuple[type[BaseException], ...]:

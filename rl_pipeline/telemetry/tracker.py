@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,11 +21,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
-
+from rl_pipeline.processes import myself
 from rl_pipeline.settings import TrackingSettings
 
 REQUEST_FILE = "tracking.json"
+LOST = "jobs_without_run"
+"""Tag of a study: how many jobs ended before they had a run; `<LOST>.<n>` describes each."""
 STATE_FILE = "mlflow.json"
 LOG_FILE = "tracking.log"
 _WRITER = "rl_pipeline.telemetry.writer"
@@ -146,10 +146,11 @@ class Tracker:
         """Write the request and launch the child; takes milliseconds, `ready` follows later."""
         result = self._run_dir / "result.json"
         earlier = read_json(self._run_dir / REQUEST_FILE)
+        host, pid, started = myself()
         self._request |= {
-            "pid": os.getpid(),
-            "pid_started": psutil.Process().create_time(),
-            "host": socket.gethostname(),
+            "host": host,
+            "pid": pid,
+            "pid_started": started,
             "started": time.time(),
             # The run is found by this key again if the child dies before it could note the run id.
             "run_key": earlier.get("run_key", uuid.uuid4().hex),
@@ -235,7 +236,6 @@ def end_parent(
     ref: Mapping[str, str],
     status: str | None = "finished",
     artifacts: list[Path] | None = None,
-    metrics: Mapping[str, float] | None = None,
     tags: Mapping[str, str] | None = None,
     artifact_path: str | None = None,
 ) -> bool:
@@ -249,7 +249,6 @@ def end_parent(
         "status": status,
         "artifacts": [str(Path(path).absolute()) for path in artifacts or []],
         "artifact_path": artifact_path,
-        "metrics": dict(metrics or {}),
         "tags": dict(tags or {}),
     }
     return _ask_writer("--end-run", request) is not None

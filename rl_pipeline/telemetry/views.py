@@ -37,12 +37,6 @@ def jobs_of(parent_run_id: str) -> str:
     return f"tags.mlflow.parentRunId = '{parent_run_id}'"
 
 
-def grouping(varied: str) -> list[str]:
-    """The params that tell a study's settings apart, from its comma-separated varied keys."""
-    keys = [key for key in varied.split(",") if key not in ("", "seed")]
-    return [key if "." in key or key == "total_steps" else f"{key}.name" for key in keys]
-
-
 def view_state(search: str, group_by: Sequence[str] = ()) -> str:
     """The view of the runs that `search` finds, as MLflow's front end reads it.
 

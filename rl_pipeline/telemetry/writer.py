@@ -22,10 +22,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from rl_pipeline.processes import alive
 from rl_pipeline.telemetry import views
 from rl_pipeline.telemetry.final import final_metrics, machine_of
-from rl_pipeline.telemetry.store import TAG_CHARS, Store, alive, one_line, quiet, say, trouble_kinds
-from rl_pipeline.telemetry.tail import LARGEST, Batch, Tail, store_name
+from rl_pipeline.telemetry.store import TAG_CHARS, Store, one_line, quiet, say, trouble_kinds
+from rl_pipeline.telemetry.tail import Batch, Tail
 from rl_pipeline.telemetry.tracker import REQUEST_FILE, STATE_FILE, read_json, redact, write_json
 
 
@@ -141,13 +142,21 @@ class Shipper:
         for name in ("result.json", "metrics.jsonl"):
             if (self._dir / name).exists():
                 self._store.client.log_artifact(run_id, str(self._dir / name))
-        died = {"status": "failed", "reason": "the training process died without a word"}
+        died: dict[str, Any] = {
+            "status": "failed",
+            "reason": "the training process died without a word",
+        }
         last_words = self._dir / ("result.json" if result else "metrics.jsonl")
         # The run ended with its last words, however much later they are shipped.
         end_s = last_words.stat().st_mtime if last_words.exists() else time.time()
         result = result or died
         tags = {"reason": str(result["reason"])} if result.get("reason") else {}
         tags |= {"machine": machine_of(result)} | self._ship_model(run_id)
+        # What took effect is known for sure at the end only (compile.fallback).
+        if compiled := result.get("effective", {}).get("compile"):
+            tags["effective.compile"] = compiled
+        if "resume" in result:
+            tags["resumed"] = "true"
         self._store.log_final(run_id, final_metrics(result), int(end_s * 1000))
         self._stop_monitor()
         status = self._store.end(run_id, result.get("status"), end_s, tags)
@@ -228,21 +237,15 @@ def create_parent(request: Mapping[str, Any]) -> dict[str, str]:
     known = request["known"]
     run_id = known if known and store.reopen(known) else store.run_id(experiment_id, request)
     store.describe(run_id, request)
-    groups = views.grouping(request["params"].get("varied", ""))
-    view = views.view_state(views.jobs_of(run_id), groups)
+    groups = request["params"].get("grouped_by", "")
+    view = views.view_state(views.jobs_of(run_id), groups.split(",") if groups else ())
     store.client.set_experiment_tag(experiment_id, views.TAG + run_id, view)
     return {"run_id": run_id, "experiment_id": experiment_id, "uri": request["uri"]}
 
 
 def end_run(request: Mapping[str, Any]) -> dict[str, str]:
-    """Log the last metrics, tags and artifacts of a sweep's run; end it, if `status` says how."""
-    from mlflow.entities import Metric
-
-    store, run_id, now_ms = Store(request["uri"]), request["run_id"], int(time.time() * 1000)
-    finite = {k: float(v) for k, v in request["metrics"].items() if abs(float(v)) <= LARGEST}
-    metrics = [Metric(store_name(key), value, now_ms, 0) for key, value in finite.items()]
-    if metrics:
-        store.client.log_batch(run_id, metrics=metrics)
+    """Log the last tags and artifacts of a sweep's run; end it, if `status` says how."""
+    store, run_id = Store(request["uri"]), request["run_id"]
     for path in request["artifacts"]:
         store.client.log_artifact(run_id, path, request["artifact_path"])
     for key, value in request["tags"].items():
