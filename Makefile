@@ -43,7 +43,7 @@ setup-sweep: setup ## Add Optuna and Hydra's sweeper for it
 ui: setup ## Open the MLflow UI on http://127.0.0.1:5000 (PORT=)
 	$(VENV)/bin/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
 
-precision-compile: setup ## What precision and compilation give (30 minutes; QUICK=1: 3)
+precision-compile: setup ## What precision and compilation give (30 minutes; QUICK=1: 2)
 	$(PY) -m experiments.precision_compile.updates
 	$(PY) -m experiments.precision_compile.study $(ARGS)
 
@@ -66,7 +66,7 @@ sweep: setup ## Compare backends on CartPole: a small sweep that ends in a table
 learn: setup ## Prove that PPO and DQN learn (hours; skips what has a result; ARGS="cartpole")
 	$(PY) -m experiments.learning.study $(ARGS)
 
-parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong"; minutes)
+parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong"; 6 minutes)
 	$(PY) -m experiments.parity.study $(TASKS)
 
 bench-envs: setup ## Environments alone: steps/s by backend, and what adapters cost (25 minutes; QUICK=1: 3)
@@ -79,16 +79,17 @@ bench-buffers: setup ## Compare replay buffers with others' (4 minutes; QUICK=1:
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev,bench]'
 	$(PY) -m experiments.buffers.bench
 
-repro-backends: setup ## Study: which backend trains CartPole fastest (10 minutes; QUICK=1: 3)
+repro-backends: setup ## Study: which backend trains CartPole fastest (12 minutes; QUICK=1: 2)
 	$(PY) -m experiments.backends.study
 
-repro-replay: setup ## Study: what the choice of replay buffer costs a DQN end to end
+repro-replay: setup ## Study: what the choice of replay buffer costs a DQN (14 minutes; QUICK=1: 3)
 	$(PY) -m experiments.replay.study
 
-# Studies by target; SEEDS=, STEPS=, DEVICE= change them.
-STUDIES := repro-backends repro-vectorization repro-replay bench-buffers precision-compile
-reproduce: setup ## Run every study under experiments/ (QUICK=1: under 3 minutes each)
-	@for study in $(STUDIES); do $(MAKE) --no-print-directory $$study || exit 1; done
+reproduce: setup ## Run every study under experiments/ (75 minutes; QUICK=1: under 3 each)
+	$(MAKE) --no-print-directory repro-backends
+	$(MAKE) --no-print-directory repro-replay
+	$(MAKE) --no-print-directory precision-compile
+	$(MAKE) --no-print-directory repro-vectorization bench-buffers SEEDS= STEPS= DEVICE= # train nothing
 
 lint: setup ## Check style and types
 	$(VENV)/bin/ruff check .

@@ -1,7 +1,8 @@
 """What the studies share: a sweep preset with the comparison it ends in, or single runs kept.
 
-SEEDS, STEPS and DEVICE in the environment change a study, QUICK=1 makes it a matter of minutes
-whose results are shown and not kept. A study that was stopped goes on where it was.
+SEEDS, STEPS and DEVICE in the environment change a study that trains and are refused by the others;
+QUICK=1 makes it a matter of minutes whose results are shown and not kept. A study that was stopped
+goes on where it was.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def run(folder: Path, sweep: str, quick: Sequence[str] = (), full: Sequence[str]
     `quick` and `full` are overrides of the two sizes; the environment wins over both.
     """
     runs = folder / "runs" / ("quick" if QUICK else "full")
-    overrides = [*(quick if QUICK else full), *_from_environment()]
+    overrides = [*(quick if QUICK else full), *changes()]
     if (runs / "study.json").exists() and not (runs / "kept").exists():
-        command = [f"study.resume={runs}", *_from_environment()]
+        command = [f"study.resume={runs}", *changes()]
     else:
         shutil.rmtree(runs, ignore_errors=True)
         command = [f"sweep={sweep}", *overrides, f"hydra.sweep.dir={runs}",
@@ -55,10 +56,23 @@ def run(folder: Path, sweep: str, quick: Sequence[str] = (), full: Sequence[str]
     _tell(folder, (runs / "comparison" / "table.md").read_text())
 
 
-def _from_environment() -> list[str]:
+def seeds(default: Sequence[int] = ()) -> Sequence[int]:
+    """As many as SEEDS says, from 1 on."""
+    number = os.environ.get("SEEDS")
+    return range(1, int(number) + 1) if number else default
+
+
+def refuse_changes() -> None:
+    """Of a study in which they cannot take effect; raises SystemExit."""
+    if found := [name for name in ("SEEDS", "STEPS", "DEVICE") if os.environ.get(name)]:
+        raise SystemExit(f"{', '.join(found)}: no effect on this study; leave it out")
+
+
+def changes() -> list[str]:
+    """What SEEDS, STEPS and DEVICE ask for, as overrides."""
     found = []
-    if seeds := os.environ.get("SEEDS"):
-        found.append("seed=" + ",".join(str(n + 1) for n in range(int(seeds))))
+    if chosen := seeds():
+        found.append("seed=" + ",".join(map(str, chosen)))
     if steps := os.environ.get("STEPS"):
         found.append(f"total_steps={steps}")
     if device := os.environ.get("DEVICE"):

@@ -94,7 +94,8 @@ def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tra
     }
     if name := settings.study.name or study.get("name"):
         tags["study"] = name
-        tags["overrides"] = json.dumps(facts["overrides"])
+    if study:
+        tags["job"] = jobs.digest(facts["overrides"])
     if git:
         tags["mlflow.source.git.commit"] = git
     params = runs.flatten(settings.model_dump(mode="json")) | {"seed": facts["seed"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -147,6 +148,11 @@ def study_of(overrides: list[str]) -> tuple[dict[str, Any], str]:
     study = json.loads(os.environ.get("RL_PIPELINE_STUDY", "{}"))
     varied = [o for o in overrides if o.split("=")[0].lstrip("+") in study.get("varied", ())]
     return study, " ".join(varied)
+
+
+def digest(overrides: Sequence[str]) -> str:
+    """What a job and its second try have in common, in a few characters."""
+    return hashlib.sha256("\n".join(sorted(own_overrides(overrides))).encode()).hexdigest()[:16]
 
 
 def own_overrides(overrides: Sequence[str]) -> list[str]:

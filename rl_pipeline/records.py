@@ -65,7 +65,9 @@ class RunRecord:
     whole: bool = True
     """Its settings are known in full, not from its overrides only."""
     overrides: tuple[str, ...] = ()
-    """As the sweep gave them."""
+    """As the sweep gave them; of run folders only."""
+    job: str = ""
+    """The same for all tries of one job of a sweep; of stores only."""
     resumed: bool = False
     """Its rates are those of its last session."""
     final: dict[str, float] = field(default_factory=dict)
@@ -142,7 +144,7 @@ def from_folder(folder: Path) -> RunRecord:
         machine=machine_of(result), commit=_commit(result.get("provenance", {})),
         started=begin.stat().st_mtime if begin.exists() else 0.0,
         tracked=(folder / "mlflow.json").exists(), whole=bool(settings),
-        overrides=tuple(sorted(result.get("overrides", ()))), resumed="resume" in result,
+        overrides=tuple(result.get("overrides", ())), resumed="resume" in result,
         final=final_metrics(result), curves=_curves(_parse(lines)),
     )  # fmt: skip
 
@@ -253,7 +255,7 @@ def _without_replaced(runs: list[RunRecord]) -> list[RunRecord]:
     """Without failures that a later run of the same job (study.resume) made good."""
 
     def job(run: RunRecord) -> object:
-        return run.overrides or (run.name, run.seed)
+        return run.job or (run.name, run.seed)
 
     good = {job(run): run.started for run in runs if run.finished}
     return [run for run in runs if run.finished or run.started > good.get(job(run), 0)]
@@ -278,7 +280,7 @@ def _record(store: Store, run: Any) -> RunRecord:
         seed=params.get("seed", ""), machine=tags.get("machine", ""),
         commit=tags.get("mlflow.source.git.commit", "")[:7], started=run.info.start_time / 1000,
         final=final, curves=_curves(points), whole=bool(params), resumed="resumed" in tags,
-        overrides=tuple(sorted(json.loads(tags.get("overrides", "[]")))),
+        job=tags.get("job", ""),
     )  # fmt: skip
 
 

@@ -429,7 +429,7 @@ def test_a_run_that_was_made_good_later_is_no_failure():
     other = RunRecord(**{**vars(bad), "name": "another job"})
     assert records._without_replaced([bad, other, good]) == [other, good]
     # A seed that is drawn anew changes neither the job nor its overrides.
-    bad, good = (with_(run, overrides=("env=pong",), seed=run.status) for run in (bad, good))
+    bad, good = (with_(run, job="a", seed=run.status) for run in (bad, good))
     assert records._without_replaced([bad, good]) == [good]
 
 

@@ -51,7 +51,9 @@ def rows(run_dir, steps, **metrics):
 
 
 def result(run_dir, status, reason=None):
-    (run_dir / "result.json").write_text(json.dumps({"status": status, "reason": reason}))
+    effective = {"compile": "eager for update"}  # which a run knows at its end only
+    record = {"status": status, "reason": reason, "effective": effective}
+    (run_dir / "result.json").write_text(json.dumps(record))
 
 
 def until(condition, what):
@@ -222,6 +224,7 @@ def test_the_run_ends_as_the_trainer_did(lab):
     expected = {"failed": "FAILED", "killed": "KILLED", "died": "FAILED", "big": "FINISHED"}
     assert {name: lab.status(name) for name in expected} == expected
     assert lab.mapping("killed", "tags")["reason"] == "it was killed"
+    assert lab.mapping("killed", "tags")["effective.compile"] == "eager for update"
     assert lab.mapping("died", "tags")["reason"] == "the training process died without a word"
     assert lab.metrics("died") == [("a", 8, 2.0)]
 

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from experiments.buffers.contenders import CONTENDERS, HAVE_PRIORITIES, Contender, NotHere, Task
-from experiments.frame import QUICK
+from experiments.frame import QUICK, refuse_changes
 from rl_pipeline import figures, report
 from rl_pipeline.cpus import cpu_budget
 from rl_pipeline.runtime import keep_freed_memory
@@ -267,6 +267,7 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Measure everything and write bench.json, table.md and bench.png."""
+    refuse_changes()
     random.seed(0)
     about, cells = facts(), []
     for name, fills in FILLS.items():

@@ -314,6 +314,7 @@ def log_sweep(
 def main() -> None:
     """Measure, write, log; exit code 1 if a cell failed."""
     warnings.filterwarnings("ignore", message=".*precision lowered by casting")
+    frame.refuse_changes()
     options = parse(sys.argv[1:], SHORT if frame.QUICK else Options())
     facts = machine_facts()
     cells = cells_of(options, facts["cores"])

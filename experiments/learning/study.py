@@ -49,7 +49,7 @@ TASKS = [
     Task("cartpole", BACKENDS, (1, 2, 3, 4, 5), 150_000, 475, "most"),
     Task("acrobot", ("envpool",), (1, 2, 3), 300_000, -100, "mean"),
     Task("pendulum", ("envpool",), (1, 2, 3), 500_000, -300, "mean"),
-    Task("halfcheetah", HALFCHEETAH, (1, 2, 3, 4, 5), 1_000_000, 1200, "mean"),
+    Task("halfcheetah", HALFCHEETAH, (1, 2, 3), 1_000_000, 1200, "mean"),
     Task("cartpole", ("gymnasium",), (1, 2, 3, 4, 5), 80_000, 475, "most", "dqn"),
     Task("acrobot", ("gymnasium",), (1, 2, 3), 100_000, -100, "mean", "dqn"),
 ]
@@ -184,6 +184,7 @@ def picture() -> None:
 
 def main() -> None:
     """Run what is missing, then write the table and the picture."""
+    frame.refuse_changes()
     wanted = set(sys.argv[1:]) or {task.name for task in TASKS}
     if unknown := wanted - {task.name for task in TASKS}:
         raise SystemExit(f"no such task: {', '.join(sorted(unknown))}")

@@ -17,7 +17,10 @@ import numpy as np
 from experiments import frame
 
 HERE = Path(__file__).parent
+CHANGES = [change for change in frame.changes() if not change.startswith("seed=")]
 RESULTS = HERE / ("quick" if frame.QUICK else "results")
+if CHANGES:
+    RESULTS = HERE / "runs" / "-".join(CHANGES).replace("=", "_")  # other cells than those kept
 TASKS = {  # seeds; steps of the quick form
     "cartpole_ppo": ((1, 2, 3), 10_000),
     "pong_ppo": ((1, 2), 2_048),
@@ -40,19 +43,20 @@ def run_cell(task: str, precision: str, compiled: str, seed: int) -> None:
     ]  # fmt: skip
     if frame.QUICK:
         overrides += [f"total_steps={TASKS[task][1]}", "eval.episodes=0", "log_every_s=0.3"]
+    overrides += CHANGES
     # Their own, so that the first seed of a cell builds its graphs and the others load them.
     cache = {} if frame.QUICK else {"TORCHINDUCTOR_CACHE_DIR": str(HERE / "runs" / "cache")}
     record, rows = frame.train(HERE, path.stem, overrides, cache)
     key = "health/max_abs_log_ratio_first_minibatch"
     ratios = [r["metrics"][key] for r in rows if key in r["metrics"]]
     record["max_abs_log_ratio"] = max(ratios, default=None)
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def load(task: str, precision: str, compiled: str) -> list[dict]:
     """The results of a cell, by seed."""
-    seeds = TASKS[task][0]
+    seeds = frame.seeds(TASKS[task][0])
     paths = [RESULTS / f"{task}-{precision}-{compiled}-{seed}.json" for seed in seeds]
     return [json.loads(p.read_text()) for p in paths if p.exists()]
 
@@ -120,7 +124,7 @@ def main() -> None:
     if unknown := set(wanted) - TASKS.keys():
         raise SystemExit(f"no such task: {', '.join(sorted(unknown))}")
     for task in wanted:
-        for seed in TASKS[task][0][: 1 if frame.QUICK else None]:
+        for seed in frame.seeds(TASKS[task][0][: 1 if frame.QUICK else None]):
             for precision, compiled in CELLS:
                 run_cell(task, precision, compiled, seed)
     text = table()

@@ -142,6 +142,7 @@ def write(out: Path, rows: list[dict[str, Any]], facts: dict[str, Any], options:
 def main() -> None:
     """Measure and write."""
     warnings.filterwarnings("ignore", message=".*precision lowered by casting")
+    frame.refuse_changes()
     options = bench.parse(sys.argv[1:], SHORT if frame.QUICK else FULL)
     if len(options.threads) > 1:
         raise SystemExit("threads=... takes one number here: a way is one line of the picture")

@@ -1,4 +1,4 @@
-"""Gymnasium's synchronous vector environment."""
+"""Gymnasium's environments in a loop, made and reset by its synchronous vector environment."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class GymnasiumVecEnv(BaseVecEnv):
         self._vec = SyncVectorEnv(
             [make] * num_envs, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP
         )
+        # Gymnasium's own step also gathers infos, which nobody reads.
+        self._loop = isinstance(self._vec.single_observation_space, gym.spaces.Box)
         first: Any = self._vec.envs[0]
         limit = first.spec.max_episode_steps if first.spec else None
         super().__init__(
@@ -43,7 +45,7 @@ class GymnasiumVecEnv(BaseVecEnv):
             action_space=self._vec.single_action_space,
             metadata=self._vec.metadata,
             max_episode_steps=first.max_episode_steps if self._atari else limit,
-            reuses_obs=True,
+            reuses_obs=not self._loop,
         )
 
     def state(self) -> bytes | None:
@@ -84,6 +86,8 @@ class GymnasiumVecEnv(BaseVecEnv):
     def _reset(self) -> np.ndarray:
         # Seeded once: later resets go on with the environments' own generators.
         seeds, self._seeds = self._seeds, None
+        if self._loop:  # it writes where it wrote before, and that was given away
+            self._vec._observations = np.empty_like(self._vec._observations)
         options = {"new_game": True} if self._atari else None
         return self._vec.reset(seed=seeds, options=options)[0]
 
@@ -91,12 +95,36 @@ class GymnasiumVecEnv(BaseVecEnv):
         self._action = action
 
     def _recv(self) -> RawStep:
-        obs, reward, terminated, truncated, _ = self._vec.step(self._action)
+        step: Any = self._step_each if self._loop else self._vec.step
+        obs, reward, terminated, truncated, *_ = step(self._action)
         game_ended = None
         if self._atari:
             games: list[Any] = self._vec.envs
             game_ended = np.array([game.game_ended for game in games])
         return obs, reward, terminated, truncated, game_ended
+
+    def _step_each(self, action: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
+        """`SyncVectorEnv.step` in mode NEXT_STEP, without infos, into arrays of their own."""
+        num_envs = len(self._vec.envs)
+        reward = np.zeros(num_envs)
+        terminated, truncated = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
+        observations: list[Any] = []
+        resets: list[bool] = self._vec._autoreset_envs.tolist()
+        for i, env in enumerate(self._vec.envs):
+            if resets[i]:
+                observations.append(env.reset()[0])
+            else:
+                obs, reward[i], terminated[i], truncated[i], _ = env.step(action[i])
+                observations.append(obs)
+        self._vec._autoreset_envs = terminated | truncated
+        stacked = np.stack(observations)
+        if stacked.shape != self._vec._observations.shape:
+            raise ValueError(
+                f"{self._name} observed shape {stacked.shape[1:]}, its space says "
+                f"{self.spec.obs_shape}"
+            )
+        self._vec._observations = stacked
+        return stacked, reward, terminated, truncated
 
     def _close(self) -> None:
         self._vec.close()
