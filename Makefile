@@ -72,7 +72,7 @@ parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong
 bench-envs: setup ## Environments alone: steps/s by backend, and what adapters cost (25 minutes; QUICK=1: 3)
 	$(PY) -m experiments.envs.bench $(ARGS)
 
-repro-vectorization: setup ## What stepping many environments at once is worth (10 minutes; QUICK=1: 1)
+repro-vectorization: setup ## What stepping many environments at once is worth (12 minutes; QUICK=1: 2)
 	$(PY) -m experiments.vectorization.study $(ARGS)
 
 bench-buffers: setup ## Compare replay buffers with others' (4 minutes; QUICK=1: under 3)

@@ -31,10 +31,12 @@ def run(folder: Path, sweep: str, quick: Sequence[str] = (), full: Sequence[str]
 
     `quick` and `full` are overrides of the two sizes; the environment wins over both.
     """
-    runs = folder / "runs" / ("quick" if QUICK else "full")
+    # Another size or device is another study, which never goes on in this one's folder.
+    name = "-".join(["quick" if QUICK else "full", *changes()])
+    runs = folder / "runs" / name.replace("=", "_").replace(",", "_")
     overrides = [*(quick if QUICK else full), *changes()]
     if (runs / "study.json").exists() and not (runs / "kept").exists():
-        command = [f"study.resume={runs}", *changes()]
+        command = [f"study.resume={runs}"]
     else:
         shutil.rmtree(runs, ignore_errors=True)
         command = [f"sweep={sweep}", *overrides, f"hydra.sweep.dir={runs}",
@@ -43,8 +45,9 @@ def run(folder: Path, sweep: str, quick: Sequence[str] = (), full: Sequence[str]
     done = subprocess.run([sys.executable, "-m", "rl_pipeline.train", *command])
     if done.returncode:
         sys.exit(done.returncode)
-    (runs / "kept").touch()
+    table = (runs / "comparison" / "table.md").read_text()
     if QUICK:
+        (runs / "kept").touch()
         print("QUICK=1: nothing is kept")
         return
     results = folder / "results"
@@ -53,7 +56,8 @@ def run(folder: Path, sweep: str, quick: Sequence[str] = (), full: Sequence[str]
         (results / name).unlink(missing_ok=True)
         if (runs / "comparison" / name).exists():
             shutil.copy(runs / "comparison" / name, results / name)
-    _tell(folder, (runs / "comparison" / "table.md").read_text())
+    _tell(folder, table)
+    (runs / "kept").touch()
 
 
 def seeds(default: Sequence[int] = ()) -> Sequence[int]:

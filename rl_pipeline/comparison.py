@@ -209,12 +209,14 @@ def _against(
             group.parity = stats.parity(returns, others, allowed)
             seeds = _by_seed(group, steps, metric)
             # Where all seeds reach a task's maximum, equal ones say nothing.
-            if seeds == _by_seed(base, steps, metric) and len(set(seeds.values())) > 1:
+            whole = len(seeds) == len(returns) == len(group.ended)
+            if whole and seeds == _by_seed(base, steps, metric) and len(set(returns)) > 1:
                 nothing = Estimate(0.0, 0.0, 0.0)
                 group.parity = Parity(nothing, allowed, "identical")
                 return
             # Of seeds that failed or have no return nobody knows what they would have reached.
-            if len(returns) < len(group.ended) or len(others) < len(base.ended):
+            missing = len(returns) < len(group.ended) or len(others) < len(base.ended)
+            if missing and group.parity.verdict != "worse":
                 group.parity = group.parity._replace(verdict="incomplete")
             floor = float(stats.iqm(others)) - allowed
             group.below, expected = (sum(r < floor for r in x) for x in (returns, others))

@@ -13,8 +13,7 @@ import numpy as np
 
 from rl_pipeline import stats
 from rl_pipeline.comparison import seconds_of, trained
-from rl_pipeline.findings import short
-from rl_pipeline.groups import Comparison, Group
+from rl_pipeline.groups import Comparison, Group, short
 from rl_pipeline.report import in_one_line, what_ran
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def _pareto(axis: Axes, groups: Sequence[Group], found: Comparison) -> None:
         axis.errorbar(
             x.value, y.value, color=f"C{i % 10}", marker="o", capsize=3,
             xerr=_bars(x), yerr=_bars(y), markerfacecolor=None if group.steady else "none",
-            label=label(group),
+            label=group.label,
         )  # fmt: skip
         recipes.setdefault(tuple(sorted(group.recipe.items())), []).append(group)
     for members in recipes.values():
@@ -153,7 +152,7 @@ def _curves(axes: Sequence[Axes], found: Comparison) -> None:
         values = np.array([np.interp(steps, *curve) for curve in curves])
         seconds = np.median([seconds_of(run, steps) for run in runs], axis=0)
         for axis, x in zip(axes, (steps, seconds), strict=True):
-            axis.plot(x, stats.iqm(values), color=color, label=label(group))
+            axis.plot(x, stats.iqm(values), color=color, label=group.label)
             if len(runs) > 1:
                 few = len(runs) < stats.FEW
                 band = (values.min(0), values.max(0)) if few else stats.bootstrap(values, stats.iqm)
@@ -183,11 +182,6 @@ def _effect_plot(axis: Axes, found: Comparison) -> None:
     axis.set_xscale("log")
     axis.set_xlabel("env steps/s as a ratio (log scale)")
     _plain_log(axis)
-
-
-def label(group: Group) -> str:
-    """The group's levels, short."""
-    return " ".join(short(k, v) for k, v in group.levels.items()) or "all"
 
 
 def line_panels(path: Path, panels: Sequence[dict[str, Any]], rows: int = 2) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rl_pipeline import stats
 from rl_pipeline.envs.differences import known_differences
-from rl_pipeline.groups import Comparison, Group
+from rl_pipeline.groups import Comparison, Group, short
 from rl_pipeline.records import RunRecord, StudyRecord
 from rl_pipeline.stats import Effect, Estimate
 
@@ -87,16 +87,6 @@ def _phrase(effect: Effect, found: Comparison, design: stats.Factorial) -> tuple
 
 def _times(ratio: Estimate) -> str:
     return f"x{ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]"
-
-
-def short(factor: str, level: str) -> str:
-    """`envpool` for an option, `backend.num_threads=2` for a value."""
-    says_it_all = "." not in factor and not _number(level) and level not in ("default", "none")
-    return level if says_it_all else f"{factor}={level}"
-
-
-def _number(text: str) -> bool:
-    return text.lstrip("-").replace(".", "", 1).isdigit()
 
 
 # -- what to know before believing ----------------------------------------------------------------

@@ -60,6 +60,11 @@ class Group:
         return " ".join(f"{k}={v}" for k, v in self.levels.items()) or "all"
 
     @property
+    def label(self) -> str:
+        """The levels, short."""
+        return " ".join(short(k, v) for k, v in self.levels.items()) or "all"
+
+    @property
     def done(self) -> list[RunRecord]:
         """Runs that finished."""
         return [run for run in self.runs if run.finished]
@@ -108,6 +113,16 @@ class Comparison:
     """What each choice does to the speed, one phrase each."""
     notes: list[str] = field(default_factory=list)
     """What a reader must know before believing the rest."""
+
+
+def short(factor: str, level: str) -> str:
+    """`envpool` for an option, `backend.num_threads=2` for a value."""
+    says_it_all = "." not in factor and not _number(level) and level not in ("default", "none")
+    return level if says_it_all else f"{factor}={level}"
+
+
+def _number(text: str) -> bool:
+    return text.lstrip("-").replace(".", "", 1).isdigit()
 
 
 def is_recipe(key: str) -> bool:

@@ -254,10 +254,11 @@ def from_store(store: Store, study: str | None, run_ids: Iterable[str] = ()) -> 
 def _without_replaced(runs: list[RunRecord]) -> list[RunRecord]:
     """Without failures that a later run of the same job (study.resume) made good."""
 
-    def job(run: RunRecord) -> object:
+    def job(run: RunRecord) -> Any:
         return run.job or (run.name, run.seed)
 
-    good = {job(run): run.started for run in runs if run.finished}
+    good = {(run.name, run.seed): run.started for run in runs if run.finished}
+    good |= {job(run): run.started for run in runs if run.finished}
     return [run for run in runs if run.finished or run.started > good.get(job(run), 0)]
 
 

@@ -32,7 +32,7 @@ def wide_console() -> Console:
     """The terminal; elsewhere wide enough that tables in logs are not folded."""
     # No markup: names, reasons and paths may hold brackets.
     console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=140)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=160)
 
 
 def print_summary(result: dict[str, Any], console: Console | None = None) -> None:
@@ -266,11 +266,11 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
     console = console or wide_console()
     header, rows = comparison_rows(found, _SHORT + _WITH_THRESHOLD)
     table = Table(caption=comparison_caption(found), caption_justify="left")
-    longest = max(len(word) for row in rows for word in row[0].split())
     for i, title in enumerate(header):
-        table.add_column(title, justify="right" if i else "left", min_width=None if i else longest)
-    for row in rows:
-        table.add_row(*row)
+        # Folded where the terminal is narrow, never cut.
+        table.add_column(title, justify="right" if i else "left", overflow="fold")
+    for group, row in zip(found.groups, rows, strict=True):
+        table.add_row(group.label, *row[1:])
     console.print(table)
     for group in found.groups:
         for run in group.failures:
@@ -315,7 +315,7 @@ def as_object(found: Comparison) -> dict[str, Any]:
              "commit": r.commit, **r.final}
             for r in group.runs
         ]  # fmt: skip
-        groups.append({"name": group.name, **values, "runs": runs})
+        groups.append({"name": group.name, "machine": group.machine, **values, "runs": runs})
     values = {k: v for k, v in vars(found).items() if k != "groups"}
     plain: dict[str, Any] = _plain({**values, "groups": groups})
     return plain

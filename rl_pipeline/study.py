@@ -210,8 +210,8 @@ def _check_baseline(baseline: str | None, grid: list[Settings]) -> None:
         keys = list(levels(baseline or {}))
     except ValueError as error:
         raise ConfigError(f"study.baseline={baseline}: {error}") from None
-    flat = flatten(grid[0].model_dump(mode="json"))
-    known = sorted({key.removesuffix(".name") for key in flat})
+    flats = [flatten(settings.model_dump(mode="json")) for settings in grid]
+    known = sorted({key.removesuffix(".name") for flat in flats for key in flat})
     for key in keys:
         if key not in known and not key.startswith("threads."):
             raise ConfigError(f"study.baseline={baseline}: {key} is no setting{near(key, known)}")

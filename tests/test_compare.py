@@ -225,6 +225,9 @@ def test_the_same_return_from_every_seed_is_identical():
     assert compare(study(*runs)).groups[1].parity.verdict == "open"
     top = [[record(s, final_return=500, buffer=b) for s in range(5)] for b in ("uniform", "memmap")]
     assert compare(study(*top)).groups[1].parity.verdict == "not worse"
+    for group in top:
+        group[3] = with_(group[3], status="failed")
+    assert compare(study(*top)).groups[1].parity.verdict == "incomplete"
 
 
 def test_seeds_without_a_return_leave_the_learning_open():
@@ -344,8 +347,8 @@ class Planted:
         self.client.set_terminated(failed, "FAILED")
         lost = {"overrides": ["backend=envpool", "precision=fp32", "compile=eager", "seed=8"],
                 "reason": "killed by signal 9"}  # fmt: skip
-        self.client.set_tag(self.parent, "jobs_without_run", "1")
-        self.client.set_tag(self.parent, "jobs_without_run.0", json.dumps(lost))
+        self.client.set_tag(self.parent, "lost_jobs", "1")
+        self.client.set_tag(self.parent, "lost_jobs.0", json.dumps(lost))
         self.client.set_terminated(self.parent, "FAILED")
 
     def create(self, name, tags):
@@ -440,7 +443,7 @@ def test_the_door_writes_the_page_and_logs_it_to_the_parent(planted, tmp_path):
         f"uri={planted.uri}", "threshold=300", "margin=25", module="rl_pipeline.compare",
     )  # fmt: skip
     assert out.returncode == 0, out.stderr
-    for words in ("backend=envpool", "only with envpool", "killed by signal 9", "margin 25.0"):
+    for words in ("envpool bf16", "only with envpool", "killed by signal 9", "margin 25.0"):
         assert words in out.stdout
     folder = tmp_path / "comparison"
     page = (folder / "index.html").read_text()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
+from experiments import frame
 from rl_pipeline import config
 from rl_pipeline.build import make_training_envs
 from rl_pipeline.cpus import cpu_budget
@@ -60,6 +61,7 @@ def sample_of(task: str, backend: str) -> Sample | str:
 
 def main() -> None:
     """Measure, then print one table for the tasks and one for their facts."""
+    frame.refuse_changes()
     tasks = sys.argv[1:] or list(GAMES)
     samples: dict[tuple[str, str], Sample | str] = {}
     for task in tasks:

@@ -18,9 +18,10 @@ from experiments import frame
 
 HERE = Path(__file__).parent
 CHANGES = [change for change in frame.changes() if not change.startswith("seed=")]
-RESULTS = HERE / ("quick" if frame.QUICK else "results")
-if CHANGES:
-    RESULTS = HERE / "runs" / "-".join(CHANGES).replace("=", "_")  # other cells than those kept
+SIZE = "quick" if frame.QUICK else "results"
+RESULTS = HERE / SIZE
+if CHANGES:  # other cells than those kept
+    RESULTS = HERE / "runs" / "-".join([SIZE, *CHANGES]).replace("=", "_")
 TASKS = {  # seeds; steps of the quick form
     "cartpole_ppo": ((1, 2, 3), 10_000),
     "pong_ppo": ((1, 2), 2_048),
@@ -56,7 +57,7 @@ def run_cell(task: str, precision: str, compiled: str, seed: int) -> None:
 
 def load(task: str, precision: str, compiled: str) -> list[dict]:
     """The results of a cell, by seed."""
-    seeds = frame.seeds(TASKS[task][0])
+    seeds = sorted({*TASKS[task][0], *frame.seeds()})
     paths = [RESULTS / f"{task}-{precision}-{compiled}-{seed}.json" for seed in seeds]
     return [json.loads(p.read_text()) for p in paths if p.exists()]
 

@@ -164,7 +164,7 @@ def table(records: dict[str, dict]) -> str:
 
 def main() -> None:
     """Measure, then write updates.json and updates.md."""
-    if os.environ.get("DEVICE", "cpu") != "cpu":
+    if (os.environ.get("DEVICE") or "cpu") != "cpu":
         # A GPU returns from an update before it is done.
         print("updates alone are timed on the CPU only")
         return

@@ -117,14 +117,10 @@ class GymnasiumVecEnv(BaseVecEnv):
                 obs, reward[i], terminated[i], truncated[i], _ = env.step(action[i])
                 observations.append(obs)
         self._vec._autoreset_envs = terminated | truncated
-        stacked = np.stack(observations)
-        if stacked.shape != self._vec._observations.shape:
-            raise ValueError(
-                f"{self._name} observed shape {stacked.shape[1:]}, its space says "
-                f"{self.spec.obs_shape}"
-            )
-        self._vec._observations = stacked
-        return stacked, reward, terminated, truncated
+        # Refuses what is not of the space's shape and kind, as Gymnasium's step does.
+        obs = np.stack(observations, out=np.empty_like(self._vec._observations))
+        self._vec._observations = obs
+        return obs, reward, terminated, truncated
 
     def _close(self) -> None:
         self._vec.close()

@@ -25,7 +25,7 @@ from rl_pipeline.processes import myself
 from rl_pipeline.settings import TrackingSettings
 
 REQUEST_FILE = "tracking.json"
-LOST = "jobs_without_run"
+LOST = "lost_jobs"
 """Tag of a study: how many jobs ended before they had a run; `<LOST>.<n>` describes each."""
 STATE_FILE = "mlflow.json"
 LOG_FILE = "tracking.log"
