@@ -246,7 +246,8 @@ def _parity(group: Group) -> str:
         "open": "open: more seeds", "unknown": "too few runs",
         "incomplete": "open: runs without a return", "identical": "identical, seed by seed",
     }.get(parity.verdict, parity.verdict)  # fmt: skip
-    return words if math.isnan(parity.margin) else f"{words} (margin {parity.margin:.1f})"
+    told = math.isnan(parity.margin) or parity.verdict == "identical"
+    return words if told else f"{words} (margin {parity.margin:.1f})"
 
 
 def _number(value: float, form: str) -> str:
