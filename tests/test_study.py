@@ -222,9 +222,10 @@ def test_jobs_on_ray_have_their_share_and_a_bad_one_stays_alone(tmp_path):
 )
 def test_optuna_maximises_the_return_and_passes_over_a_job_that_failed(tmp_path):
     cli = Cli(tmp_path)
-    line = ("-m", "sweep=optuna", "hydra.sweeper.n_trials=4", "~hydra.sweeper.params",
-            "algo.learning_rate=choice(1e-3,1e30)", "seed=1", *QUICK[:3])  # fmt: skip
-    out = cli(*line, "hydra.sweeper.sampler.seed=1")
+    line = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1",
+            "hydra.sweeper.max_failure_rate=1.0", "algo.learning_rate=choice(1e-3,1e30)",
+            "seed=1", *QUICK[:3])  # fmt: skip
+    out = cli(*line, "hydra.sweeper.sampler.seed=1", "hydra.sweeper.direction=maximize")
     assert "Traceback" not in out.stderr, out.stderr
     statuses = [r["status"] for r in cli.results()]
     assert len(statuses) == 4 and set(statuses) == {"finished", "failed"}
