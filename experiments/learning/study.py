@@ -141,14 +141,17 @@ def agreement(task: Task, backend: str) -> str:
             f"{second[:, point].mean():.0f} [{b[0]:.0f}, {b[1]:.0f}] | "
             f"{'yes' if overlap else 'NO'} |"
         )
-    # As a comparison's verdict on learning: a loss surely below a tenth of what the first gained.
-    gained = first[:, -1].mean() - first[:, 0].mean()
-    found = stats.parity(second.mean(1).tolist(), first.mean(1).tolist(), abs(gained) / 10)
-    change = found.difference
+    area = stats.difference(second.mean(1).tolist(), first.mean(1).tolist())
+    # As a comparison's verdict: at the end, a loss surely below a tenth of what the first gained.
+    margin = abs(first[:, -1].mean() - first[:, 0].mean()) / 10
+    end = stats.parity(second[:, -1].tolist(), first[:, -1].tolist(), margin)
+    change = end.difference
     lines.append(
-        f"\nThe intervals overlap at {overlaps} of {first.shape[1]} points. Mean return over the "
-        f"whole run, {backend} minus {base}: {change.value:+.1f} [{change.low:.1f}, "
-        f"{change.high:.1f}] (two-sided 90 %, margin {found.margin:.1f}): {found.verdict}."
+        f"\nThe intervals overlap at {overlaps} of {first.shape[1]} points. "
+        f"{backend} minus {base}: mean return over the whole run {area.value:+.1f} "
+        f"[{area.low:.1f}, {area.high:.1f}] (95 %, Welch); at the end {change.value:+.1f} "
+        f"[{change.low:.1f}, {change.high:.1f}] (two-sided 90 %, margin {margin:.1f}): "
+        f"{end.verdict}."
     )
     return "\n".join(lines) + "\n"
 
