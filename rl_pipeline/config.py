@@ -309,6 +309,7 @@ def sweep_settings(config: DictConfig) -> list[Settings]:
 
     if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
         return [load(job_config(config))]
+    here = not str(config.hydra.launcher._target_).endswith("RayLauncher")
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     arguments = [f"{k}={v}" for k, v in params.items()] + list(config.hydra.overrides.task)
     hydra = GlobalHydra.instance().hydra
@@ -320,7 +321,7 @@ def sweep_settings(config: DictConfig) -> list[Settings]:
                 check_recipe(list(job))
                 cfg = hydra.config_loader.load_sweep_config(config, list(job))
                 settings.append(load(job_config(cfg)))
-                check_machine(settings[-1])
+                check_machine(settings[-1], here)
                 if settings[-1].resume:
                     raise ConfigError("resume continues one run and cannot be swept")
             except (ConfigError, HydraException) as error:
@@ -344,11 +345,12 @@ def job_config(config: DictConfig) -> DictConfig:
     return plain
 
 
-def check_machine(settings: Settings) -> None:
+def check_machine(settings: Settings, here: bool = True) -> None:
     """Refuse what this machine cannot do, as far as that is known without heavy imports.
 
-    Raises ConfigError.
+    `here`: the run is for this machine and not for one of a cluster. Raises ConfigError.
     """
+    from importlib.metadata import version
     from importlib.util import find_spec
 
     from rl_pipeline.telemetry.tracker import check_driver, redact, resolve
@@ -356,6 +358,11 @@ def check_machine(settings: Settings) -> None:
     if settings.backend.name.startswith("envpool") and find_spec("envpool") is None:
         raise ConfigError(
             f"backend={settings.backend.name} needs the envpool package; use backend=gymnasium"
+        )
+    if here and settings.device.name == "cuda" and version("torch").endswith("+cpu"):
+        raise ConfigError(
+            "device=cuda cannot run here: this torch is built without CUDA; use device=cpu or "
+            "device=auto"
         )
     if settings.tracking.name == "none":
         return

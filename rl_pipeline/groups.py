@@ -136,7 +136,13 @@ def group_keys(
     """The settings that make the groups: `by` and what makes recipes, or all that differ."""
     whole = [run.settings for run in _whole(runs)]
     keys = list(dict.fromkeys(key for settings in whole for key in settings))
-    differ = [k for k in keys if len({settings.get(k) for settings in whole}) > 1]
+    # Of jobs that ended before they had settings, what their overrides say.
+    lost = [run.settings for run in runs if not run.whole]
+    levels = {k: {settings.get(k) for settings in whole} for k in keys}
+    for k, known in levels.items():
+        texts = [text for text in known if text is not None]
+        known |= {_as_written(settings[k], texts) for settings in lost if k in settings}
+    differ = [k for k in keys if len(levels[k]) > 1]
     if by is not None:
         unknown = [key for key in by if key not in keys]
         if unknown:

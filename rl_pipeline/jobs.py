@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -64,8 +65,9 @@ def run(job: Job, started: Callable[[subprocess.Popen[bytes]], Any] = lambda _: 
     if result.get("status") == "finished":
         rate, seconds = result["throughput"]["env_steps_per_s"], time.monotonic() - begin
         after = f"; its process then ended badly: {forced or f'exit code {code}'}" if code else ""
+        won = "no game ended" if math.isnan(objective) else f"return {objective:.1f}"
         print(
-            f"{job.label} finished  {job.name}  return {objective:.1f}  {rate:,.0f} env steps/s  "
+            f"{job.label} finished  {job.name}  {won}  {rate:,.0f} env steps/s  "
             f"({seconds:.0f} s{after})",
             flush=True,
         )

@@ -216,6 +216,15 @@ def test_a_lost_job_joins_the_group_that_its_overrides_mean():
         assert len(by_name(found, f"algo.learning_rate={rate}").failures) == 1
 
 
+def test_a_choice_of_which_all_jobs_were_lost_is_a_group_of_failures():
+    rng = np.random.default_rng(15)
+    lost = RunRecord("lost-0", "", "failed", {"device": "cuda"}, whole=False, reason="no CUDA")
+    found = compare(study(noisy(rng, 1000, 3), [lost], varied=("device",)),
+                    baseline={"device": "cpu"})  # fmt: skip
+    assert [g.name for g in found.groups] == ["device=cpu", "device=cuda"]
+    assert found.groups[1].verdict == "no run finished"
+
+
 def test_the_same_return_from_every_seed_is_identical():
     """Independent samples that scatter so would leave it open."""
     runs = [[record(s, final_return=100 * (s + 1), buffer=b) for s in range(5)]
