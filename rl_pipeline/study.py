@@ -17,10 +17,10 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rl_pipeline.config import near, refusing, sweep_settings, varied_keys
-from rl_pipeline.processes import alive, myself, sweeps_elsewhere
+from rl_pipeline.processes import myself, sweeps_elsewhere
 from rl_pipeline.runs import STUDY_FILE, config_dir, flatten, has_run, parse_overrides, quote
 from rl_pipeline.settings import ConfigError, Settings
-from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, read_json
+from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, read_json, trains
 
 _HANDED_ON = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 
@@ -169,7 +169,7 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
         raise ConfigError(f"hydra.sweep.dir={config.hydra.sweep.dir}: its sweep still runs")
     for job in folder.glob("*[0-9]"):
         request = read_json(job / REQUEST_FILE)
-        if request and alive(*(request[k] for k in ("host", "pid", "pid_started"))):
+        if trains(request):
             raise ConfigError(f"job {job} still runs (process {request['pid']}); let it end first")
     _check_baseline(study.baseline, grid)
     if not study.resume and any(has_run(job) for job in folder.glob("*") if job.is_dir()):

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +40,6 @@ def record(seed=1, speed=1000.0, final_return=400.0, learned=0.5, steps=STEPS, *
             "cpu/rss_bytes": (x, np.linspace(1e8, 5e8, 40)),
         },
     )  # fmt: skip
-
-
-def with_(run, **changes):
-    return RunRecord(**{**vars(run), **changes})
 
 
 def noisy(rng, mean, n, **kwargs):
@@ -235,13 +232,13 @@ def test_the_same_return_from_every_seed_is_identical():
     top = [[record(s, final_return=500, buffer=b) for s in range(5)] for b in ("uniform", "memmap")]
     assert compare(study(*top)).groups[1].parity.verdict == "not worse"
     for group in top:
-        group[3] = with_(group[3], status="failed")
+        group[3] = replace(group[3], status="failed")
     assert compare(study(*top)).groups[1].parity.verdict == "incomplete"
 
 
 def test_seeds_without_a_return_leave_the_learning_open():
     good = [record(s) for s in range(5)]
-    failed = [with_(record(s, precision="bf16"), status="failed") for s in (3, 4)]
+    failed = [replace(record(s, precision="bf16"), status="failed") for s in (3, 4)]
     three = [record(s, precision="bf16") for s in range(3)]
     assert compare(study(good, three)).groups[1].parity.verdict == "not worse"
     found = compare(study(good, three, failed))
@@ -263,7 +260,7 @@ def test_nothing_is_said_against_a_baseline_that_was_too_short():
     rng = np.random.default_rng(11)
     backends = ("envpool", "gymnasium", "gymnasium_async")
     runs = [noisy(rng, 1000 * n, 3, backend=b) for n, b in enumerate(backends, start=1)]
-    runs[0] = [with_(r, final={**r.final, "steady": 0.0}) for r in runs[0]]
+    runs[0] = [replace(r, final={**r.final, "steady": 0.0}) for r in runs[0]]
     found = compare(study(*runs), baseline={"backend": "envpool"})
     assert found.effects == [] and found.answer == []
     assert report.in_one_line(found) == (
@@ -274,7 +271,7 @@ def test_nothing_is_said_against_a_baseline_that_was_too_short():
 def test_recipes_are_told_against_the_baseline_whichever_ran_first():
     rng = np.random.default_rng(12)
     small, large = (noisy(rng, 1000 * n, 3, backend__num_envs=n) for n in (8, 64))
-    large = [with_(r, settings={**r.settings, "env.kwargs.size": "2"}) for r in large]
+    large = [replace(r, settings={**r.settings, "env.kwargs.size": "2"}) for r in large]
     found = compare(study(small, large), baseline={"backend.num_envs": "64"})
     assert found.groups[0].recipe == {}
     # A setting that only one side has makes another recipe as well.
@@ -286,7 +283,7 @@ def test_recipes_are_told_against_the_baseline_whichever_ran_first():
 def test_a_group_of_several_machines_has_no_speed_up():
     rng = np.random.default_rng(13)
     runs = [noisy(rng, 1000, 4), noisy(rng, 2000, 4, backend="envpool")]
-    mixed = [[with_(r, machine=f"m{i % 2}") for i, r in enumerate(group)] for group in runs]
+    mixed = [[replace(r, machine=f"m{i % 2}") for i, r in enumerate(group)] for group in runs]
     found = compare(study(*mixed))
     assert found.groups[1].verdict == "machine differs" and found.answer == []
 
@@ -299,7 +296,7 @@ def test_what_stores_write_of_an_option_is_what_folders_say():
 
 def test_brackets_in_a_reason_are_printed_as_they_are(capsys):
     reason = "RuntimeError: [enforce fail at alloc_cpu.cpp:117] . [/opt/x] not there"
-    bad = with_(record(9), status="failed", reason=reason, name="env.kwargs=[a]")
+    bad = replace(record(9), status="failed", reason=reason, name="env.kwargs=[a]")
     report.print_comparison(compare(study([record(1), bad])))
     out = capsys.readouterr().out
     assert reason in out and "env.kwargs=[a]" in out
@@ -441,7 +438,7 @@ def test_a_run_that_was_made_good_later_is_no_failure():
     other = RunRecord(**{**vars(bad), "name": "another job"})
     assert records._without_replaced([bad, other, good]) == [other, good]
     # A seed that is drawn anew changes neither the job nor its overrides.
-    bad, good = (with_(run, job="a", seed=run.status) for run in (bad, good))
+    bad, good = (replace(run, job="a", seed=run.status) for run in (bad, good))
     assert records._without_replaced([bad, good]) == [good]
 
 

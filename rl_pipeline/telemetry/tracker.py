@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rl_pipeline.processes import myself
+from rl_pipeline.processes import alive, myself
 from rl_pipeline.settings import TrackingSettings
 
 REQUEST_FILE = "tracking.json"
@@ -306,6 +306,11 @@ def _child_environment() -> dict[str, str]:
         earlier = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = f"{root}{os.pathsep}{earlier}" if earlier else str(root)
     return environment
+
+
+def trains(request: Mapping[str, Any]) -> bool:
+    """Whether the process that wrote this REQUEST_FILE still runs, on this machine."""
+    return bool(request) and alive(*(request[k] for k in ("host", "pid", "pid_started")))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,12 +22,18 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from rl_pipeline.processes import alive
 from rl_pipeline.telemetry import views
 from rl_pipeline.telemetry.final import final_metrics, machine_of
 from rl_pipeline.telemetry.store import TAG_CHARS, Store, one_line, quiet, say, trouble_kinds
 from rl_pipeline.telemetry.tail import Batch, Tail
-from rl_pipeline.telemetry.tracker import REQUEST_FILE, STATE_FILE, read_json, redact, write_json
+from rl_pipeline.telemetry.tracker import (
+    REQUEST_FILE,
+    STATE_FILE,
+    read_json,
+    redact,
+    trains,
+    write_json,
+)
 
 
 class Shipper:
@@ -191,7 +197,7 @@ class Shipper:
             over = bool(select.select([sys.stdin], [], [], seconds)[0])
         else:
             over = bool(self._result())
-        over = over or not alive(*(self._request[k] for k in ("host", "pid", "pid_started")))
+        over = over or not trains(self._request)
         if over:
             self._ended, self._deadline = True, time.monotonic() + self._request["drain_s"]
         elif not self._follow:
