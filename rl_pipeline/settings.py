@@ -282,7 +282,7 @@ class TrackingSettings(Frozen):
     """Tracking URI; null takes MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory."""
     experiment: str | None = None
     """MLflow experiment; null takes MLFLOW_EXPERIMENT_NAME, else `rl_pipeline`."""
-    flush_s: PositiveFloat = 5.0
+    flush_s: PositiveFloat = 10.0
     """Seconds between batches sent to the store."""
     system_metrics: bool = True
     """MLflow's own metrics of the whole machine, as context."""

@@ -9,6 +9,7 @@ ships what a run left unshipped, and ends its run; the trainer starts the same w
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import select
@@ -205,6 +206,8 @@ class Shipper:
 
     def _note_ready(self) -> None:
         if not self._state["ready"]:
+            # MLflow's modules stay; every full collection would walk them again, mid-training.
+            gc.freeze()
             self._state["startup_s"] = round(time.time() - self._began, 3)
             self._state["startup_cpu_s"] = time.process_time()
             self._state["ready"] = True
