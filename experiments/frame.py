@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rl_pipeline import stats
+from rl_pipeline.telemetry.provenance import changed_code
 
 QUICK = os.environ.get("QUICK", "") not in ("", "0")
 """Whether minutes must do: nothing that is kept may come of it."""
@@ -115,12 +116,7 @@ def train(
     kept = ("status", "seed", "overrides", "effective", "counters", "returns", "throughput")
     record = {key: result[key] for key in (*kept, "compile")} | {
         "git": result["provenance"]["git"],
-        # A study's own results do not make its code another one.
-        "dirty": [
-            name
-            for name in result["provenance"]["dirty_files"] or []
-            if not name.startswith(f"experiments/{folder.name}/")
-        ],
+        "dirty": changed_code(result["provenance"]),
         "cpu": result["hardware"]["cpu_model"],
     }
     return record, rows

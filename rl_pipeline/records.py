@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from rl_pipeline.processes import sweeps_elsewhere
 from rl_pipeline.runs import STUDY_FILE, flatten
 from rl_pipeline.settings import ConfigError
 from rl_pipeline.telemetry.final import final_metrics, machine_of
+from rl_pipeline.telemetry.provenance import changed_code
 from rl_pipeline.telemetry.tracker import LOST, read_json
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ CURVES = (
 )  # fmt: skip
 
 
-# What one study writes does not make the code of the next another one.
-_RESULTS = re.compile(r"experiments/.*(\.(md|json|csv|png)|/)$")
 NO_RESULT = "no result.json"
 
 
@@ -195,8 +193,7 @@ def _curves(
 def _commit(provenance: dict[str, Any]) -> str:
     """Short, with a `+` if the code was changed since."""
     git = provenance.get("git") or ""
-    changed = [f for f in provenance.get("dirty_files") or [] if not _RESULTS.match(f)]
-    return f"{git[:7]}{'+' if changed else ''}" if git else ""
+    return f"{git[:7]}{'+' if changed_code(provenance) else ''}" if git else ""
 
 
 # -- from a store ---------------------------------------------------------------------------------

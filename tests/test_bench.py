@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from experiments import frame  # noqa: E402
 from experiments.envs import bench, steppers  # noqa: E402
 from experiments.envs.paired import Cell, summarize, take_turns  # noqa: E402
 from experiments.vectorization import study  # noqa: E402
@@ -234,3 +235,15 @@ def test_speed_ups_are_paired_and_the_answer_follows_from_the_rows():
     assert "envpool with 8 environments makes 400,000 env steps/s, 4.0 times" in study.answer(rows)
     slower = study.rows_of([cell], {cell: [{"naive": 1e-5, "way": 2e-5, "valid": 1.0}]})
     assert "nothing beats the naive loop" in study.answer(slower)
+
+
+def test_what_cannot_take_effect_on_a_study_is_refused(monkeypatch):
+    for name in ("SEEDS", "STEPS", "DEVICE"):
+        monkeypatch.delenv(name, raising=False)
+    frame.refuse_changes()
+    assert frame.changes() == []
+    monkeypatch.setenv("SEEDS", "3")
+    monkeypatch.setenv("DEVICE", "cpu")
+    with pytest.raises(SystemExit, match="SEEDS, DEVICE: no effect on this study"):
+        frame.refuse_changes()
+    assert frame.changes() == ["seed=1,2,3", "device=cpu"]

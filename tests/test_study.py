@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli
+from omegaconf import OmegaConf
 
-from hydra_plugins.rl_pipeline_plugins.process_launcher import interleaved
+from hydra_plugins.rl_pipeline_plugins.process_launcher import ProcessLauncher, interleaved
 from rl_pipeline import jobs, processes, runs
+from rl_pipeline.groups import telling
 from rl_pipeline.study import Study
 
 QUICK = ("debug=short", "tracking=none", "total_steps=300", "eval.episodes=0")
@@ -68,6 +70,50 @@ def test_jobs_that_finished_are_known_by_their_overrides_and_the_others_put_asid
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1.failed", "2", "3.failed"]
     assert [runs.free_number(tmp_path, n, [1]) for n in (0, 1, 5)] == [3, 3, 5]
     assert set(runs.finished_jobs(tmp_path)) == set(done)
+
+
+def test_a_sweep_that_launches_in_batches_knows_what_it_ran_itself(tmp_path, monkeypatch):
+    """What failed a batch ago must not be put aside as of another session (Optuna launches so)."""
+    for number, status in enumerate(["finished", "failed"]):
+        (tmp_path / str(number)).mkdir()
+        result = {"status": status, "overrides": [f"seed={number}"],
+                  "returns": {"eval_mean": 7.0, "train_mean": None}}  # fmt: skip
+        (tmp_path / str(number) / "result.json").write_text(json.dumps(result))
+    ran = []
+
+    def run(job, _):
+        job.folder.mkdir()
+        failed = {"status": "failed", "overrides": job.overrides}
+        (job.folder / "result.json").write_text(json.dumps(failed))
+        ran.append((job.overrides, job.number))
+        return math.nan
+
+    monkeypatch.setattr(jobs, "run", run)
+    launcher = ProcessLauncher()
+    launcher.config = OmegaConf.create(
+        {"study": {"resume": "it", "interleave": False},
+         "hydra": {"sweep": {"dir": str(tmp_path)}, "overrides": {"hydra": []},
+                   "sweeper": {"_target_": "BasicSweeper"}}}
+    )  # fmt: skip
+    first = launcher.launch([["seed=0"], ["seed=1"]], 0)
+    launcher.launch([["seed=2"], ["seed=3"]], 2)
+    assert first[0].return_value == 7.0
+    assert ran == [([f"seed={n}"], n) for n in (1, 2, 3)]
+    assert {p.name for p in tmp_path.iterdir()} == {"0", "1", "1.failed", "2", "3"}
+
+
+def test_views_group_by_what_tells_jobs_apart_and_by_nothing_twice():
+    """`backend` alone tells these apart; `num_envs`, which follows from it, would add nothing."""
+    jobs_of_a_sweep = [
+        {"backend.name": b, "backend.num_envs": n, "precision.name": p}
+        for b, n in (("gymnasium", "8"), ("envpool", "16"))
+        for p in ("fp32", "bf16")
+    ]
+    assert telling(["backend.name", "backend.num_envs"], jobs_of_a_sweep, []) == ["backend.name"]
+    keys = ["backend.num_envs", "backend.name", "precision.name"]
+    assert telling(keys, jobs_of_a_sweep, []) == ["backend.num_envs", "precision.name"]
+    assert telling(keys, jobs_of_a_sweep, ["precision.name"]) == ["backend.num_envs"]
+    assert telling(keys, jobs_of_a_sweep[:1], []) == []
 
 
 @pytest.mark.slow

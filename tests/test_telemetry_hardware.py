@@ -10,7 +10,7 @@ import pytest
 
 from rl_pipeline.telemetry import hardware
 from rl_pipeline.telemetry.hardware import HardwareSampler
-from rl_pipeline.telemetry.provenance import provenance
+from rl_pipeline.telemetry.provenance import changed_code, provenance
 
 
 class Nvml:
@@ -179,6 +179,13 @@ def test_provenance_of_a_repository_and_of_none(tmp_path):
     (tmp_path / "new.py").write_text("")
     dirty = provenance(tmp_path)
     assert dirty["dirty"] is True and dirty["dirty_files"] == ["new.py"]
+
+
+def test_what_a_study_writes_does_not_make_its_code_another_one():
+    results = ["experiments/replay/README.md", "experiments/replay/results/", "experiments/a/b.png"]
+    code = ["experiments/replay/study.py", "conf/sweep/replay.yaml", "README.md", "and 7 more"]
+    assert changed_code({"dirty_files": [*results, *code]}) == code
+    assert changed_code({"dirty_files": None}) == []
 
 
 def test_provenance_imports_nothing_heavy():

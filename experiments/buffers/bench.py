@@ -27,7 +27,7 @@ from experiments.frame import QUICK, refuse_changes
 from rl_pipeline import figures, report
 from rl_pipeline.cpus import cpu_budget
 from rl_pipeline.runtime import keep_freed_memory
-from rl_pipeline.telemetry.provenance import provenance
+from rl_pipeline.telemetry.provenance import changed_code, provenance
 
 HERE = Path(__file__).parent
 OUT = HERE / "quick" if QUICK else HERE
@@ -227,8 +227,9 @@ def tables(cells: list[dict[str, Any]]) -> str:
 
 def facts() -> dict[str, Any]:
     """Machine, commit, versions."""
-    kept = ("git", "dirty", "python", "platform")
-    where = {k: v for k, v in provenance(HERE).items() if k in kept}
+    source = provenance(HERE)
+    where = {key: source[key] for key in ("git", "python", "platform")}
+    where["dirty"] = bool(changed_code(source))
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
          if line.startswith("model name")), platform.processor(),

@@ -30,7 +30,7 @@ from rl_pipeline.cpus import cpu_budget
 from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry import tracker
 from rl_pipeline.telemetry.hardware import HardwareSampler
-from rl_pipeline.telemetry.provenance import provenance
+from rl_pipeline.telemetry.provenance import changed_code, provenance
 
 HERE = Path(__file__).parent
 MAX_PROCESSES = 64
@@ -243,11 +243,8 @@ def machine_facts() -> dict[str, Any]:
     """Where and with what the numbers were measured."""
     cores, reason = cpu_budget()
     source = provenance(HERE)
-    kept = ("git", "dirty", "versions", "python", "platform", "command")
-    facts = {key: source[key] for key in kept}
-    # The results of earlier benchmarks do not make the code another one.
-    files = source["dirty_files"] or []
-    facts["dirty"] = any(not name.startswith("experiments/") for name in files)
+    kept = ("git", "versions", "python", "platform", "command")
+    facts = {key: source[key] for key in kept} | {"dirty": bool(changed_code(source))}
     hardware = HardwareSampler(cpu_budget=cores)
     return facts | {
         "cpu": hardware.facts()["cpu_model"],

@@ -21,7 +21,7 @@ from rl_pipeline.envs.differences import known_differences
 from rl_pipeline.envs.parity import Sample, Verdict, sample
 from rl_pipeline.envs.parity import compare as compare_samples
 from rl_pipeline.settings import ConfigError, EnvSettings, Settings
-from rl_pipeline.telemetry.provenance import provenance
+from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.types import VecEnv
 
 REFERENCE = "gymnasium"
@@ -75,7 +75,8 @@ def main() -> None:
 def commit() -> str:
     """Of the code that measured."""
     git = provenance(Path(__file__).parent)
-    return f"`{git['git'][:7]}`" + (" with changes" if git["dirty"] else "") if git["git"] else "?"
+    changed = " with changes" if changed_code(git) else ""
+    return f"`{git['git'][:7]}`{changed}" if git["git"] else "?"
 
 
 def render(tasks: list[str], samples: dict[tuple[str, str], Sample | str]) -> str:

@@ -26,7 +26,7 @@ from rl_pipeline.learners.ppo import PPO
 from rl_pipeline.phases import NullPhases
 from rl_pipeline.runtime import Runtime, make_runtime
 from rl_pipeline.settings import Settings
-from rl_pipeline.telemetry.provenance import provenance
+from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.types import Batch, Continuous, Discrete, EnvSpec
 
 HERE = Path(__file__).parent
@@ -179,7 +179,7 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     (OUT / "updates.md").write_text(table(records))
     (OUT / "updates.json").write_text(
-        json.dumps({"git": facts["git"], "dirty": facts["dirty_files"], "cases": records}, indent=1)
+        json.dumps({"git": facts["git"], "dirty": changed_code(facts), "cases": records}, indent=1)
         + "\n"
     )
 

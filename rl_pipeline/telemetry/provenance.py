@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import platform
+import re
 import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ _PACKAGES = (
     "mujoco", "ray",
 )  # fmt: skip
 _DIRTY_FILES = 20
+_RESULTS = re.compile(r"experiments/.*(\.(md|json|csv|png)|/)$")
 
 
 def provenance(cwd: Path) -> dict[str, Any]:
@@ -38,6 +41,11 @@ def provenance(cwd: Path) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "command": _command(),
     }
+
+
+def changed_code(facts: Mapping[str, Any]) -> list[str]:
+    """Of `dirty_files` all but results of studies, which do not make the code another one."""
+    return [name for name in facts.get("dirty_files") or [] if not _RESULTS.match(name)]
 
 
 def _git(cwd: Path, *arguments: str) -> str | None:
