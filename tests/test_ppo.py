@@ -282,6 +282,13 @@ def test_distributions_match_torch():
     torch.testing.assert_close(entropy, normal.entropy())
 
 
+def test_the_spread_of_a_normal_has_no_meaning_for_discrete_actions():
+    box = Continuous(np.full(2, -1, np.float32), np.full(2, 1, np.float32))
+    assert learner(action=box, log_std_init=-1.0)._net.log_std.tolist() == [-1, -1]
+    with pytest.raises(ValueError, match="algo.log_std_init=-1 has no effect.*leave it out"):
+        learner(log_std_init=-1.0)
+
+
 def test_sampling_follows_the_distribution():
     rng = torch.Generator().manual_seed(0)
     probs = torch.tensor([0.1, 0.6, 0.3])

@@ -16,7 +16,7 @@ from rl_pipeline.learners.normalizers import (
     RewardNormalizer,
 )
 from rl_pipeline.losses import PPOTerms, gae, ppo_loss, row_weights
-from rl_pipeline.models import ActorCritic, FlatParameters, make_distribution
+from rl_pipeline.models import ActorCritic, FlatParameters, Gaussian, make_distribution
 from rl_pipeline.phases import NullPhases, Phases
 from rl_pipeline.runtime import Runtime
 from rl_pipeline.settings import NetworkSettings, PPOSettings
@@ -40,9 +40,15 @@ class PPO:
         runtime: Runtime,
         phases: Phases | NullPhases,
     ) -> None:
+        """Raise ValueError for a setting that these actions give no meaning."""
         self._cfg, self._runtime, self._phases = settings, runtime, phases
         self._device = runtime.device
         self._dist = make_distribution(spec.action)
+        if settings.log_std_init and not isinstance(self._dist, Gaussian):
+            raise ValueError(
+                f"algo.log_std_init={settings.log_std_init:g} has no effect on the discrete "
+                f"actions of {spec.id}; leave it out"
+            )
         init = torch.Generator().manual_seed(runtime.generator("init").initial_seed())
         self._net = ActorCritic(
             network, spec, self._dist, settings.log_std_init, init, runtime.arithmetic
