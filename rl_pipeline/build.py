@@ -24,7 +24,7 @@ from rl_pipeline.session import Session
 from rl_pipeline.settings import ConfigError, Settings
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import Progress
-from rl_pipeline.telemetry.provenance import provenance
+from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.telemetry.recorder import Recorder
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker
 from rl_pipeline.training import make_training
@@ -98,6 +98,8 @@ def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tra
         tags["job"] = jobs.digest(facts["overrides"])
     if git:
         tags["mlflow.source.git.commit"] = git
+    if changed := changed_code(facts["provenance"]):
+        tags["changed_code"] = ", ".join(changed)
     params = runs.flatten(settings.model_dump(mode="json")) | {"seed": facts["seed"]}
     return Tracker(
         folder, tracking, run_name=facts["name"], params=params, tags=tags,
@@ -157,6 +159,9 @@ def make_facts(
         "device": runtime.device_reason,
         **runtime.reasons,
     }
+    plain = not any(o.startswith(("backend=", "experiment=")) for o in overrides)
+    if plain and settings.env.envpool_id is None and settings.backend.name == "gymnasium":
+        reasons["backend"] = f"gymnasium (no EnvPool task is known for env={settings.env.name})"
     if settings.seed is None:
         reasons["seed"] = f"{runtime.seed} (drawn, none was given)"
     command = ["python", "-m", "rl_pipeline.train", *overrides]

@@ -7,6 +7,7 @@ learning suffered; writes the tables and the page, and logs them to the study's 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,9 +45,9 @@ class CompareSettings(Frozen):
     by: Annotated[list[str] | None, BeforeValidator(_names)] = None
     """Settings that make the groups, e.g. backend,precision; default: those that differ."""
     baseline: Annotated[dict[str, str] | None, BeforeValidator(levels)] = None
-    """The group that counts as 1, e.g. backend=gymnasium; default: the first."""
+    """The group that counts as 1, e.g. backend=gymnasium; default: the study's, else the first."""
     threshold: Float | None = None
-    """A return: env steps and seconds until it is reached are told."""
+    """A return: env steps and seconds until it is reached are told; default: the study's."""
     margin: PositiveFloat | None = None
     """Loss of return that still counts as not worse; default: 10 % of what the baseline learned."""
     steps: PositiveFloat | None = None
@@ -75,17 +76,30 @@ def run(settings: CompareSettings) -> None:
     else:
         quiet()
         study = _read(uri, settings)
+    baseline, threshold = settings.baseline, settings.threshold
+    if baseline is None and study.baseline:
+        own: dict[str, str] = levels(study.baseline)
+        baseline = {k: v for k, v in own.items() if settings.by is None or k in settings.by} or None
+    threshold = study.threshold if threshold is None else threshold
     found = comparison.compare(
-        study, settings.by, settings.baseline, settings.threshold, settings.margin, settings.steps
+        study, settings.by, baseline, threshold, settings.margin, settings.steps
     )
     report.print_comparison(found)
     files = report.write_comparison(found, settings.out)
     print(f"page    {settings.out / 'index.html'}")
     parent = {"uri": uri, "run_id": study.parent_id or ""}
     ours = settings.folder is None and study.parent_id
-    tags = {"answer": report.in_one_line(found)}
-    if ours and tracker.end_parent(parent, None, files, tags, artifact_path="comparison"):
-        print(f"mlflow  artifacts of run {study.parent_id}, comparison/index.html")
+    place = _place(settings)
+    tags = {"answer": report.in_one_line(found)} if place == "comparison" else {}
+    if ours and tracker.end_parent(parent, None, files, tags, artifact_path=place):
+        print(f"mlflow  artifacts of run {study.parent_id}, {place}/index.html")
+
+
+def _place(settings: CompareSettings) -> str:
+    """Where the artifacts go: another question never replaces the answer of the sweep."""
+    asked = settings.model_dump(include={"by", "baseline", "threshold", "margin", "steps"})
+    words = [f"{key}={value}" for key, value in asked.items() if value is not None]
+    return "-".join(["comparison", *re.findall(r"[\w.]+", " ".join(words))])
 
 
 def _uri(settings: CompareSettings) -> str:

@@ -195,7 +195,7 @@ def _against(
         if not (rates and of_base):
             group.verdict = "no baseline"
         elif not (group.steady and base.steady):
-            group.verdict = "too short"
+            group.verdict = "baseline too short" if group.steady else "too short"
         else:
             group.speedup = stats.speedup(rates, of_base)
             group.speedup_bootstrap = stats.bootstrap_speedup(rates, of_base)

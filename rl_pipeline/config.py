@@ -82,7 +82,9 @@ def _explain(error: Any, values: dict[str, Any]) -> str:
             return f"{key} must be given, e.g. {key}=..."
         case "value_error":
             message = error["msg"].removeprefix("Value error, ")
-            return f"{key}={error['input']}: {message}" if key else message
+            # Of a whole group the message itself says which of its settings is meant.
+            single = key and not isinstance(error["input"], dict)
+            return f"{key}={error['input']}: {message}" if single else message
         case "literal_error" | "union_tag_invalid":
             group, given = path[0], _get(values, path)
             if key == f"{group}.name":
@@ -133,7 +135,9 @@ def near(word: str, valid: list[str]) -> str:
         key_parent, _, key_tail = key.rpartition(".")
         initials = "".join(part[0] for part in key_tail.split("_") if part)
         last = difflib.SequenceMatcher(None, tail, key_tail).ratio()
-        if len(initials) > 1 and tail == initials:
+        # enviroment for env, lr for learning_rate
+        longer = "." not in word and len(key) > 2 and word.startswith(key)
+        if longer or (len(initials) > 1 and tail == initials):
             last = 1.0
         same = key_parent == parent
         return max(
@@ -156,7 +160,12 @@ def explain_composition(error: Exception) -> str:
         key, _, value = error.override.partition("=")
         hint = f"; such a value needs quotes of its own: \"{key}='{value}'\"" if value else ""
         why = next(line for line in text.splitlines() if not line.startswith("Error parsing"))
+        if homes := [group for group in groups() if not value and _option_file(group, key)]:
+            hint = f"; did you mean {homes[0]}={key}?"
         return f"{error.override}: {why}{hint}"
+    if found := re.search(r"Ambiguous value for argument '([^=']+)=(.*?)'\n", text):
+        key, value = found.groups()
+        return f"{key}={value}: several values make a sweep, add -m; one list is {key}=[{value}]"
     if found := re.search(r"Could not find '([\w/]+)/([^'/]+)'", text):
         group, option = found.groups()
         if option in PLANNED.get(group, ()):
@@ -166,6 +175,9 @@ def explain_composition(error: Exception) -> str:
         key = found.group(1).split("@")[0]
         if key in groups():
             return f"{key} cannot be overridden there: {cause or text}"
+        if key in known_keys():
+            group = key.split(".")[0]
+            return f"{key} is no setting of the {group} chosen here, only of others; leave it out"
         hint = near(key, known_keys() + groups() + launcher_keys())
         if key.startswith("env.kwargs.") or "kwargs" in key:
             hint = f"; a new constructor argument is added with a plus: +{key}=..."
@@ -226,11 +238,19 @@ def run_main(main: Callable[[], Any]) -> None:
         signal.signal(number, _interrupt)
     try:
         with refusing():
+            _check_dashes(sys.argv[1:])
             sys.argv[1:] = with_resumed_sweep(with_resumed_overrides(sys.argv[1:]))
             main()
     except KeyboardInterrupt as stopped:
-        print(f"stopped by {stopped or 'SIGINT'}", file=sys.stderr)
+        print(f"stopped by {str(stopped) or 'SIGINT'}", file=sys.stderr)
         sys.exit(143 if str(stopped) == "SIGTERM" else 130)
+
+
+def _check_dashes(argv: list[str]) -> None:
+    for argument in argv:
+        key = argument.lstrip("-").split("=")[0]
+        if argument.startswith("--") and "=" in argument and key in known_keys() + groups():
+            raise ConfigError(f"{argument}: settings have no dashes; use {argument.lstrip('-')}")
 
 
 def _interrupt(number: int, _: object) -> None:

@@ -116,7 +116,8 @@ def make_notes(found: Comparison, study: StudyRecord) -> list[str]:
         if len(machines) > 1:
             notes.append("rates of different machines are not compared")
     if commits := sorted({run.commit for run in runs if run.commit}):
-        notes.append(f"commit: {', '.join(commits)}")
+        plus = " (+: with changes that are in no commit)" if "+" in "".join(commits) else ""
+        notes.append(f"commit: {', '.join(commits)}{plus}")
         if len(commits) > 1:
             notes.append("the runs are of different commits")
     running = sum(run.status == "running" for run in runs)

@@ -78,7 +78,8 @@ def run(job: Job, started: Callable[[subprocess.Popen[bytes]], Any] = lambda _: 
         record = {"status": "failed", "reason": cause, "overrides": job.overrides}
         (job.folder / "result.json").write_text(json.dumps(record) + "\n")
     overrides = " ".join(job.overrides)
-    print(f"{job.label} FAILED    {overrides}\n    {cause}\n    log: {log}", flush=True)
+    word = "stopped" if result.get("status") == "killed" and not forced else "FAILED "
+    print(f"{job.label} {word}   {overrides}\n    {cause}\n    log: {log}", flush=True)
     return objective
 
 

@@ -87,6 +87,9 @@ class StudyRecord:
     runs: list[RunRecord]
     parent_id: str | None = None
     varied: tuple[str, ...] = ()
+    baseline: str | None = None
+    threshold: float | None = None
+    """What its sweep compared with, and asked to reach."""
 
 
 def canonical(
@@ -131,7 +134,7 @@ def from_folder(folder: Path) -> RunRecord:
         asked, other = canonical(flatten(settings), flatten(result.get("effective", {})))
     else:
         asked, other = _of_overrides(result.get("overrides", [])), {}
-    reason = result.get("reason") or ""
+    reason, source = result.get("reason") or "", result.get("provenance", {})
     rows = folder / "metrics.jsonl"
     lines = rows.read_text().splitlines() if rows.exists() else []
     return RunRecord(
@@ -139,7 +142,8 @@ def from_folder(folder: Path) -> RunRecord:
         name=result.get("name") or " ".join(result.get("overrides", [])) or folder.name,
         status=result.get("status", "failed"), reason=reason if result else NO_RESULT,
         settings=asked, requested=other, seed=str(result.get("seed", "")),
-        machine=machine_of(result), commit=_commit(result.get("provenance", {})),
+        machine=machine_of(result),
+        commit=_short(source.get("git") or "", bool(changed_code(source))),
         started=begin.stat().st_mtime if begin.exists() else 0.0,
         tracked=(folder / "mlflow.json").exists(), whole=bool(settings),
         overrides=tuple(result.get("overrides", ())), resumed="resume" in result,
@@ -161,7 +165,7 @@ def from_sweep(folder: Path) -> StudyRecord:
         runs = [replace(r, status="running") if r.reason == NO_RESULT else r for r in runs]
     return StudyRecord(
         study.get("name", folder.name), runs, study.get("parent_run_id"),
-        tuple(study.get("varied", ())),
+        tuple(study.get("varied", ())), study.get("baseline"), study.get("threshold"),
     )  # fmt: skip
 
 
@@ -190,10 +194,9 @@ def _curves(
     }
 
 
-def _commit(provenance: dict[str, Any]) -> str:
-    """Short, with a `+` if the code was changed since."""
-    git = provenance.get("git") or ""
-    return f"{git[:7]}{'+' if changed_code(provenance) else ''}" if git else ""
+def _short(commit: str, changed: bool) -> str:
+    """With a `+` if the code was changed since."""
+    return f"{commit[:7]}{'+' if changed else ''}" if commit else ""
 
 
 # -- from a store ---------------------------------------------------------------------------------
@@ -245,7 +248,12 @@ def from_store(store: Store, study: str | None, run_ids: Iterable[str] = ()) -> 
             _of_overrides(lost["overrides"]), reason=lost["reason"], whole=False,
         ))  # fmt: skip
     varied = tuple(k for k in facts.get("varied", "").split(",") if k)
-    return StudyRecord(name, runs, facts.get("run_id"), varied)
+    known = {k.removeprefix("study."): v for k, v in facts.items() if v != "null"}
+    threshold = known.get("threshold")
+    return StudyRecord(
+        name, runs, facts.get("run_id"), varied, known.get("baseline"),
+        None if threshold is None else float(threshold),
+    )  # fmt: skip
 
 
 def _without_replaced(runs: list[RunRecord]) -> list[RunRecord]:
@@ -276,7 +284,8 @@ def _record(store: Store, run: Any) -> RunRecord:
         id=run.info.run_id, name=run.info.run_name, status=run.info.status.lower(),
         settings=settings, requested=other, reason=tags.get("reason", ""),
         seed=params.get("seed", ""), machine=tags.get("machine", ""),
-        commit=tags.get("mlflow.source.git.commit", "")[:7], started=run.info.start_time / 1000,
+        commit=_short(tags.get("mlflow.source.git.commit", ""), "changed_code" in tags),
+        started=run.info.start_time / 1000,
         final=final, curves=_curves(points), whole=bool(params), resumed="resumed" in tags,
         job=tags.get("job", ""),
     )  # fmt: skip

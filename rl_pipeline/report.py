@@ -81,7 +81,9 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
     if "phases" in result:
         shares = [f"{name} {p['share']:.0%}" for name, p in result["phases"].items()]
         grid.add_row("time", "  ".join(shares[:8]))
-        if found := result["bottleneck"]:
+        if not rate["steady"]:
+            grid.add_row("bottleneck", "not named: most of so short a run is its beginning")
+        elif found := result["bottleneck"]:
             bound = found["upper_bound_speedup"]
             gain = f"at most {bound:.1f}x faster if it were free" if bound else ""
             grid.add_row(

@@ -274,6 +274,10 @@ class Session:
         }  # fmt: skip
         if self.replay:
             self._restore_replay(self.replay, state, known)
+        self.progress.message(
+            f"resumed at {self.counters.env_steps:,} env steps"
+            + ("" if known else "; games that were under way begin anew")
+        )
         if known:
             return self.envs.load_state(state["env_state"].numpy().tobytes())
         # This backend cannot export its environments: new episodes begin here.

@@ -254,11 +254,11 @@ class CompileSettings(Frozen):
 
     @model_validator(mode="after")
     def _effective(self) -> CompileSettings:
-        if self.name == "eager" and (self.backend or self.fallback):
-            raise ValueError(
-                "compile.backend and compile.fallback have no effect with compile=eager; use "
-                "compile=default"
-            )
+        for key in ("backend", "fallback"):
+            if self.name == "eager" and getattr(self, key):
+                raise ValueError(
+                    f"compile.{key} has no effect with compile=eager; use compile=default"
+                )
         return self
 
 

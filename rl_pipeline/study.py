@@ -45,7 +45,7 @@ class Study(Callback):
 
     def __init__(self) -> None:
         self._parent: dict[str, Any] | None = None
-        self._open = False
+        self._open = self._resumable = False
 
     @_fatal
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
@@ -70,6 +70,7 @@ class Study(Callback):
             "name": name, "varied": varied, "folder": str(folder), "cwd": str(Path.cwd()),
             "overrides": [a for a in sys.argv[1:] if a not in place and not a.startswith("-")],
             "config_dir": place, "process": myself(),
+            "baseline": self._settings.baseline, "threshold": self._settings.threshold,
         }  # fmt: skip
         if grid[0].tracking.name != "none":
             from rl_pipeline.telemetry import tracker
@@ -81,7 +82,8 @@ class Study(Callback):
         if self._parent:
             study["parent_run_id"] = self._parent["run_id"]
         (folder / STUDY_FILE).write_text(json.dumps(study, indent=1) + "\n")
-        self._open = True
+        self._open, self._folder = True, folder
+        self._resumable = _ordered_by_us(config) and _is_grid(config)
         # An interrupted or crashed sweep never reaches on_multirun_end.
         atexit.register(self._end, "killed")
         os.environ["RL_PIPELINE_STUDY"] = json.dumps(study)
@@ -95,15 +97,14 @@ class Study(Callback):
         folder = Path(str(config.hydra.sweep.dir))
         study = records.from_sweep(folder)
         print()
-        self._question = [f"study={self._parent['run_id']}"] if self._parent else []
-        files, answer = self._compare(study, folder)
+        files, tags = self._compare(study, folder)
         failed = [run for run in study.runs if not run.finished]
         # Known to the parent only: they ended before they had a run of their own.
         lost = [
             json.dumps({"overrides": run.overrides or [run.name], "reason": run.reason[:300]})
             for run in failed if not run.tracked
         ]  # fmt: skip
-        tags = {"answer": answer, LOST: str(len(lost))}
+        tags |= {LOST: str(len(lost))}
         tags |= {f"{LOST}.{n}": job for n, job in enumerate(lost)}
         self._end("failed" if failed else "finished", files, tags)
         print(f"folder  {report.shown_path(str(folder))}")
@@ -111,19 +112,18 @@ class Study(Callback):
             print(f"mlflow  {report.how_to_open(redact(self._parent['uri']))}")
             server = report.server_of(redact(self._parent["uri"]))
             page = f"{server}/#/experiments/{self._parent['experiment_id']}/runs"
-            print(f"        {page}/{self._parent['run_id']}/artifacts  (the answer)")
-            print(f"        {page}?viewStateShareKey={self._parent['run_id']}  (the jobs)")
-            line = shlex.join(["python", "-m", "rl_pipeline.compare", *self._question])
-            print(f"again   {line}")
+            run_id = self._parent["run_id"]
+            print(f"        {page}/{run_id}/artifacts/comparison/index.html  (the answer)")
+            print(f"        {page}?viewStateShareKey={run_id}  (the jobs)")
+            print(f"again   python -m rl_pipeline.compare study={run_id}")
         if failed:
             print(f"{len(failed)} of {len(study.runs)} jobs did not finish", file=sys.stderr)
-            if _ordered_by_us(config) and config.hydra.sweeper._target_.endswith("BasicSweeper"):
-                line = f"python -m rl_pipeline.train study.resume={report.shown_path(str(folder))}"
-                print(f"run what is missing with\n  {line}", file=sys.stderr)
+            self._say_resume()
             # Hydra turns exceptions of callbacks into warnings; SystemExit passes.
             raise SystemExit(1)
 
-    def _compare(self, study: Any, folder: Path) -> tuple[list[Path], str]:
+    def _compare(self, study: Any, folder: Path) -> tuple[list[Path], dict[str, str]]:
+        """Its files, and what the parent's tags say of it."""
         from rl_pipeline import comparison, report
         from rl_pipeline.compare import levels
 
@@ -138,16 +138,23 @@ class Study(Callback):
             for run in study.runs:
                 if not run.finished:
                     print(f"{run.status} {run.name}\n    {run.reason}")
-            return [], ""
-        base = ",".join(f"{k}={v}" for k, v in found.baseline.items())
-        if base and base.count("=") == base.count(",") + 1:
-            self._question.append(f"baseline={base}")
-        if found.threshold is not None:
-            self._question.append(f"threshold={found.threshold:g}")
+            return [], {}
         report.print_comparison(found)
         files = report.write_comparison(found, folder / "comparison")
         print(f"page    {report.shown_path(str(folder / 'comparison' / 'index.html'))}")
-        return files, report.in_one_line(found)
+        tags = {"answer": report.in_one_line(found)}
+        # For a later comparison: the first to run, where none was named, is known only here.
+        base = ",".join(f"{k}={v}" for k, v in found.baseline.items())
+        if base.count("=") == base.count(",") + 1:  # as it can be read again
+            tags["baseline"] = base
+        return files, tags
+
+    def _say_resume(self) -> None:
+        from rl_pipeline.report import shown_path
+
+        if self._resumable:
+            line = f"python -m rl_pipeline.train study.resume={shown_path(str(self._folder))}"
+            print(f"run what is missing with\n  {line}", file=sys.stderr)
 
     def _end(
         self, status: str, artifacts: Sequence[Path] = (), tags: dict[str, str] | None = None
@@ -155,6 +162,8 @@ class Study(Callback):
         if not self._open:
             return
         self._open = False
+        if status == "killed":
+            self._say_resume()
         if self._parent:
             from rl_pipeline.telemetry import tracker
 
@@ -190,7 +199,7 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
     if study.interleave and config.hydra.launcher.shuffle:
         raise ConfigError("hydra.launcher.shuffle has no effect with study.interleave=true")
     sweeper = config.hydra.sweeper
-    if study.resume and not str(sweeper._target_).endswith("BasicSweeper"):
+    if study.resume and not _is_grid(config):
         raise ConfigError(
             "study.resume runs what is missing of a grid; a sweeper that chooses its trials begins "
             "them anew: leave it out"
@@ -232,6 +241,10 @@ def _prepare_ray(ray: DictConfig) -> None:
 
 def _ordered_by_us(config: DictConfig) -> bool:
     return str(config.hydra.launcher._target_).endswith("ProcessLauncher")
+
+
+def _is_grid(config: DictConfig) -> bool:
+    return str(config.hydra.sweeper._target_).endswith("BasicSweeper")
 
 
 def _params(config: DictConfig, grid: list[Settings], varied: list[str]) -> dict[str, Any]:

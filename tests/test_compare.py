@@ -465,8 +465,36 @@ def test_the_door_writes_the_page_and_logs_it_to_the_parent(planted, tmp_path):
     found = json.loads((folder / "comparison.json").read_text())
     assert len(found["groups"]) == 8 and found["groups"][0]["runs"][0]["env_steps_per_s"] > 900
     assert (folder / "table.md").read_text().startswith("| setting |")
-    names = {a.path for a in planted.client.list_artifacts(planted.parent, "comparison")}
-    assert {"comparison/index.html", "comparison/table.md", "comparison/groups.csv"} <= names
+    # Beside the sweep's answer and not in its place.
+    place = "comparison-by-backend-precision-compile-baseline-backend-gymnasium-threshold-300.0"
+    place += "-margin-25.0"
+    names = {a.path for a in planted.client.list_artifacts(planted.parent, place)}
+    assert {f"{place}/index.html", f"{place}/table.md", f"{place}/groups.csv"} <= names
+    assert not planted.client.list_artifacts(planted.parent, "comparison")
+    assert "answer" not in planted.client.get_run(planted.parent).data.tags
+
+
+def test_a_study_is_compared_as_its_sweep_did_where_nothing_else_is_asked(planted, tmp_path):
+    client, cli = planted.client, Cli(tmp_path)
+    client.set_tag(planted.parent, "baseline", "backend=envpool,precision=bf16")
+    client.set_tag(planted.parent, "study.threshold", "300.0")
+    try:
+        line = ("study=planted", f"uri={planted.uri}")
+        out = cli(*line, module="rl_pipeline.compare")
+        assert out.returncode == 0, out.stderr
+        assert "it: a training return of 300" in out.stdout
+        first = (tmp_path / "comparison" / "table.md").read_text().splitlines()[2]
+        assert first.startswith("| backend=envpool precision=bf16 ")
+        assert client.list_artifacts(planted.parent, "comparison")
+        # What is asked now wins; of a baseline the part that makes groups here.
+        out = cli(*line, "by=backend", "threshold=200", module="rl_pipeline.compare")
+        assert out.returncode == 0, out.stderr
+        assert "it: a training return of 200" in out.stdout
+        first = (tmp_path / "comparison" / "table.md").read_text().splitlines()[2]
+        assert first.startswith("| backend=envpool |")
+    finally:
+        for tag in ("baseline", "study.threshold", "answer"):
+            client.delete_tag(planted.parent, tag)
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def test_settings_are_frozen():
         (["backend=envpool_async", "backend.num_envs=7"], ["backend.lanes=2", "divide"]),
         (["backend=envpool_async", "backend.lanes=1"], ["backend=envpool"]),
         (["backend.step_timeout_s=3"], ["backend.step_timeout_s", "gymnasium_async"]),
+        (["compile.fallback=true"], ["compile.fallback has no effect", "compile=default"]),
         (["algo.learning_rate=1", "total_steps=0"], ["total_steps=0", "greater than 0"]),
     ],
 )
@@ -162,6 +163,9 @@ def test_bad_values_name_the_setting_and_the_way_out(overrides, words):
         ("algo=sac", ["planned", "ppo"]),
         ("env=pnog", ["did you mean pong"]),
         ("env.kwargs.size=3", ["+env.kwargs.size=..."]),
+        ("enviroment=pong", ["did you mean env?"]),
+        ("env.atari.episodic_life=false", ["no setting of the env chosen here", "leave it out"]),
+        ("cartpole", ["did you mean env=cartpole?"]),
     ],
 )
 def test_composition_errors_are_explained(override, words):
@@ -178,6 +182,8 @@ def test_bad_lines_end_fast_with_code_2_and_leave_nothing(cli):
         ["seed=abc"],
         ["recipe=ppo_cartpol"],
         ["-m", "seed=1,2", "precision=fp32,fp61"],
+        ["seed=1,2"],
+        ["--total_steps=1000"],
     ):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         out = cli(*line)

@@ -183,8 +183,9 @@ def test_provenance_of_a_repository_and_of_none(tmp_path):
 
 def test_what_a_study_writes_does_not_make_its_code_another_one():
     results = ["experiments/replay/README.md", "experiments/replay/results/", "experiments/a/b.png"]
-    code = ["experiments/replay/study.py", "conf/sweep/replay.yaml", "README.md", "and 7 more"]
-    assert changed_code({"dirty_files": [*results, *code]}) == code
+    others = ["README.md", "train.log"]
+    code = ["experiments/replay/study.py", "conf/sweep/replay.yaml", "mine/", "and 7 more"]
+    assert changed_code({"dirty_files": [*results, *others, *code]}) == code
     assert changed_code({"dirty_files": None}) == []
 
 

@@ -83,7 +83,10 @@ def _make(env: EnvSettings, num_envs: int, num_threads: int) -> Any:
     except (gym.error.Error, ModuleNotFoundError) as error:
         near = difflib.get_close_matches(env.id, gym.registry, n=3)
         hint = f"; near matches: {', '.join(near)}" if near else ""
-        raise ValueError(f"Gymnasium does not know env.id={env.id}: {error}{hint}") from error
+        raise ValueError(
+            f"backend=gymnasium_native finds no vectorised form of env.id={env.id} "
+            f"({error}){hint}; use backend=gymnasium"
+        ) from error
     if spec.vector_entry_point is None:
         raise ValueError(
             f"env={env.name} ({env.id}) has no vectorised form of its own (vector_entry_point); "

@@ -18,7 +18,7 @@ _PACKAGES = (
     "mujoco", "ray",
 )  # fmt: skip
 _DIRTY_FILES = 20
-_RESULTS = re.compile(r"experiments/.*(\.(md|json|csv|png)|/)$")
+_NO_CODE = re.compile(r"experiments/.*(\.json|/)$|.*\.(md|csv|png|log|db)$")
 
 
 def provenance(cwd: Path) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def provenance(cwd: Path) -> dict[str, Any]:
 
 
 def changed_code(facts: Mapping[str, Any]) -> list[str]:
-    """Of `dirty_files` all but results of studies, which do not make the code another one."""
-    return [name for name in facts.get("dirty_files") or [] if not _RESULTS.match(name)]
+    """Of `dirty_files` all but results, texts and logs, which do not make the code another one."""
+    return [name for name in facts.get("dirty_files") or [] if not _NO_CODE.match(name)]
 
 
 def _git(cwd: Path, *arguments: str) -> str | None:
