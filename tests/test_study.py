@@ -166,6 +166,17 @@ def test_a_killed_job_is_told_with_its_signal(tmp_path, capsys, monkeypatch):
     assert json.loads((tmp_path / "0" / "result.json").read_text())["overrides"] == ["seed=1"]
 
 
+def test_a_job_that_was_stopped_has_not_failed_by_itself(tmp_path, capsys, monkeypatch):
+    record = {"status": "killed", "reason": "SIGTERM"}
+    path = tmp_path / "0" / "result.json"
+    code = f"import sys; open({str(path)!r}, 'w').write({json.dumps(record)!r}); sys.exit(143)"
+    monkeypatch.setattr(jobs.Job, "command", [sys.executable, "-c", code])
+    job = jobs.Job(["seed=1"], 0, tmp_path / "0", "[1/1]", [], environ=dict(os.environ))
+    assert math.isnan(jobs.run(job))
+    out = capsys.readouterr().out
+    assert "[1/1] stopped   seed=1\n    SIGTERM" in out and "FAILED" not in out
+
+
 def test_a_job_that_finished_counts_although_its_process_ended_badly(tmp_path, capsys, monkeypatch):
     """Its record is whole; study.resume would not run it again either."""
     result = {"status": "finished", "throughput": {"env_steps_per_s": 5.0},
@@ -200,19 +211,37 @@ def test_a_sweep_that_still_runs_is_not_resumed(cli):
     assert out.returncode == 2 and "its sweep still runs" in out.stderr
 
 
-@pytest.mark.slow
-def test_a_killed_sweep_is_marked_by_the_next_one(cli):
+def long_sweep(cli: Cli, until: str) -> subprocess.Popen[str]:
+    """A sweep that would take a day, once there is a file `until`."""
     sweep = subprocess.Popen(
         [sys.executable, "-m", "rl_pipeline.train", "-m", "seed=1,2", "total_steps=1e9"],
-        cwd=cli.cwd, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        cwd=cli.cwd, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")},
     )  # fmt: skip
     deadline = time.monotonic() + 90
-    while not list(cli.cwd.glob("multirun/*/*/0/output.log")):
+    while not list(cli.cwd.glob(f"multirun/*/*/{until}")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    return sweep
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_says_how_to_go_on(cli):
+    sweep = long_sweep(cli, "0/metrics.jsonl")
+    sweep.send_signal(signal.SIGINT)
+    out, err = sweep.communicate(timeout=60)
+    assert sweep.returncode == 130
+    assert "[1/2] stopped " in out and "[2/2]" not in out
+    (folder,) = (p.parent for p in (cli.cwd / "multirun").rglob("study.json"))
+    assert "stopped by SIGINT\nrun what is missing with" in err
+    assert f"study.resume={folder.relative_to(cli.cwd)}" in err
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_is_marked_by_the_next_one(cli):
+    sweep = long_sweep(cli, "0/output.log")
     sweep.send_signal(signal.SIGKILL)
-    sweep.wait()
+    sweep.communicate()
     assert cli("-m", "seed=1", "debug=short", "total_steps=300", "eval.episodes=0").returncode == 0
     with sqlite3.connect(cli.cwd / "mlflow.db") as db:
         parents = db.execute(
