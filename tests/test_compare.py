@@ -8,16 +8,20 @@ import math
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import Cli, settings
 
+from rl_pipeline import compare as compare_door
 from rl_pipeline import records, report
 from rl_pipeline.comparison import compare
+from rl_pipeline.groups import Comparison
 from rl_pipeline.records import RunRecord, StudyRecord
 from rl_pipeline.runs import flatten
 from rl_pipeline.settings import ConfigError
+from rl_pipeline.telemetry import tracker
 
 STEPS = 100_000
 NO_GPU = "a CPU, 2 cores, no GPU"
@@ -474,26 +478,34 @@ def test_the_door_writes_the_page_and_logs_it_to_the_parent(planted, tmp_path):
     assert "answer" not in planted.client.get_run(planted.parent).data.tags
 
 
-def test_a_study_is_compared_as_its_sweep_did_where_nothing_else_is_asked(planted, tmp_path):
-    client, cli = planted.client, Cli(tmp_path)
+def test_a_study_is_compared_as_its_sweep_did_where_nothing_else_is_asked(planted, monkeypatch):
+    """The door itself, up to the files and their way into the store (see the test before)."""
+    logged: list[tuple[Any, ...]] = []
+
+    def ask(**question: Any) -> Comparison:
+        found: list[Comparison] = []
+        monkeypatch.setattr(report, "write_comparison", lambda c, _: found.append(c) or [])
+        monkeypatch.setattr(
+            tracker, "end_parent", lambda *a, artifact_path: logged.append((artifact_path, a[3]))
+        )
+        compare_door.run(compare_door.CompareSettings(study="planted", uri=planted.uri, **question))
+        return found[0]
+
+    client = planted.client
     client.set_tag(planted.parent, "baseline", "backend=envpool,precision=bf16")
     client.set_tag(planted.parent, "study.threshold", "300.0")
     try:
-        line = ("study=planted", f"uri={planted.uri}")
-        out = cli(*line, module="rl_pipeline.compare")
-        assert out.returncode == 0, out.stderr
-        assert "it: a training return of 300" in out.stdout
-        first = (tmp_path / "comparison" / "table.md").read_text().splitlines()[2]
-        assert first.startswith("| backend=envpool precision=bf16 ")
-        assert client.list_artifacts(planted.parent, "comparison")
+        found = ask()
+        assert found.groups[0].name.startswith("backend=envpool precision=bf16 ")
+        assert found.threshold == 300
+        assert logged[-1][0] == "comparison" and logged[-1][1]["answer"]
         # What is asked now wins; of a baseline the part that makes groups here.
-        out = cli(*line, "by=backend", "threshold=200", module="rl_pipeline.compare")
-        assert out.returncode == 0, out.stderr
-        assert "it: a training return of 200" in out.stdout
-        first = (tmp_path / "comparison" / "table.md").read_text().splitlines()[2]
-        assert first.startswith("| backend=envpool |")
+        found = ask(by="backend", threshold=200)
+        assert found.groups[0].name == "backend=envpool"
+        assert found.threshold == 200
+        assert logged[-1] == ("comparison-by-backend-threshold-200.0", {})
     finally:
-        for tag in ("baseline", "study.threshold", "answer"):
+        for tag in ("baseline", "study.threshold"):
             client.delete_tag(planted.parent, tag)
 
 
