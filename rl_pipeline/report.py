@@ -201,7 +201,10 @@ def comparison_caption(found: Comparison) -> str:
     if any(x and x.is_range for g in found.groups for x in (g.speed, g.returns)):
         lines.append("(a to b): the range of a setting with too few runs for an interval")
     if found.threshold is not None:
-        lines.append(f"it: a training return of {found.threshold:g}; medians over runs")
+        lines.append(
+            f"it: a training return of {found.threshold:g}, which lags behind what the greedy "
+            "policy reaches; medians over runs"
+        )
     if any(g.speed and not g.steady for g in found.groups):
         lines.append(
             "* no steady state was reached: runs that train on for some 10 s after their warm-up "

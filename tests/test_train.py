@@ -241,6 +241,7 @@ def test_a_sweep_that_is_told_to_end_takes_its_jobs_along(cli):
     _, err = sweep.communicate(timeout=60)
     assert sweep.returncode == 143
     assert "Traceback" not in err
+    assert "study.resume=multirun" in err
     assert [r["status"] for r in cli.results()] == ["killed"]
     assert set(query(cli, "select status from runs")) == {("KILLED",)}
 
