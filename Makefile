@@ -25,13 +25,13 @@ train: setup ## Train PPO on CartPole-v1 with EnvPool
 	$(PY) -m rl_pipeline.train experiment=cartpole_ppo $(ARGS)
 
 test: setup ## Run the default tests (under 4 minutes on 2 cores)
-	$(PY) -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
+	$(PY) -m pytest -n 2 -m "not slow" $(ARGS)
 
 test-slow: setup ## Run the tests that take longer
-	$(PY) -m pytest -n 2 --dist loadgroup -m slow $(ARGS)
+	$(PY) -m pytest -n 2 -m slow $(ARGS)
 
 test-all: setup
-	$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(PY) -m pytest -n 2 $(ARGS)
 
 setup-cluster: setup ## Add Ray and Hydra's Ray launcher
 	$(PY) -m pip install -q -c constraints.txt -e '.[cluster]'

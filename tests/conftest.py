@@ -15,16 +15,13 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-COSTLY = ("lab", "planted")
-"""Fixtures that take long and that many tests look at."""
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a costly fixture stay on one worker, which builds it once."""
-    for item in items:
-        for name in set(COSTLY) & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(name))
+    """Tests that share a costly fixture come first.
+
+    xdist hands out large chunks in the beginning: one worker gets them all and builds it once.
+    """
+    costly = {"lab", "planted"}
+    items.sort(key=lambda item: costly.isdisjoint(getattr(item, "fixturenames", ())))
 
 
 def compose(*overrides: str) -> Any:
