@@ -285,7 +285,7 @@ class TrackingSettings(Frozen):
     flush_s: PositiveFloat = 10.0
     """Seconds between batches sent to the store."""
     system_metrics: bool = True
-    """MLflow's own metrics of the whole machine, as context."""
+    """MLflow's own metrics of the whole machine, as context: a sample with every batch."""
     max_artifact_bytes: Count = 200_000_000
     """The best checkpoint goes into the store up to this size; 0 keeps it out."""
 

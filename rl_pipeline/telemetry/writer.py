@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from rl_pipeline.telemetry import views
 from rl_pipeline.telemetry.final import final_metrics, machine_of
 from rl_pipeline.telemetry.store import TAG_CHARS, Store, one_line, quiet, say, trouble_kinds
-from rl_pipeline.telemetry.tail import Batch, Tail
+from rl_pipeline.telemetry.tail import CALL_VALUES, Batch, Tail
 from rl_pipeline.telemetry.tracker import (
     REQUEST_FILE,
     STATE_FILE,
@@ -57,6 +57,7 @@ class Shipper:
         self._tail: Tail | None = None
         self._pending: Batch | None = None
         self._monitor: Any = None
+        self._sampled: list[tuple[str, float, int, int]] = []
 
     def run(self) -> int:
         """Ship until the trainer has ended and everything is in the store, or `drain_s` passed."""
@@ -79,6 +80,7 @@ class Shipper:
                 say(f"gave up; the rest is in {self._dir}, ship it with this same command later")
                 return 3
             self._wait(pause_s)
+            self._sample()
 
     def _open(self) -> None:
         request = self._request
@@ -105,13 +107,31 @@ class Shipper:
             self._monitor = SystemMetricsMonitor(
                 run_id, resume_logging=resumed, tracking_uri=request["uri"]
             )
-            self._monitor.start()
+            # Not started: its thread reads the whole run back and sends a batch of its own for
+            # every sample, half of what tracking costs. Ours travel with the rows.
+            self._monitor.mlflow_logger = self
+
+    def _sample(self) -> None:
+        """MLflow's own metrics of the machine, for the next batch."""
+        if self._monitor is None:
+            return
+        try:
+            self._monitor.collect_metrics()
+            self._monitor.publish_metrics(self._monitor.aggregate_metrics())
+        except Exception as error:  # context only, from drivers of any kind
+            say(f"no more system metrics: {one_line(error)}")
+            self._stop_monitor()
+
+    def record_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """What MLflow's monitor calls to log a sample."""
+        now_ms = int(time.time() * 1000)
+        self._sampled += [(name, float(v), now_ms, step) for name, v in metrics.items()]
 
     def _ship(self) -> None:
         assert self._store is not None and self._tail is not None
         more = True
         while more:
-            batch = self._pending = self._pending or self._tail.next()
+            batch = self._pending = self._pending or self._tail.next() or self._no_rows()
             if batch is not None:
                 self._send(batch)
                 self._state |= {"offset": batch.offset, "nonfinite": batch.count}
@@ -121,6 +141,10 @@ class Shipper:
             self._publish()
             self._pending, more = None, batch is not None
 
+    def _no_rows(self) -> Batch | None:
+        """What carries samples where training writes nothing for a while."""
+        return Batch(self._state["offset"], self._state["nonfinite"]) if self._sampled else None
+
     def _send(self, batch: Batch) -> None:
         from mlflow.entities import Metric, RunTag
 
@@ -129,11 +153,13 @@ class Shipper:
         tags = (
             [RunTag("nonfinite", "; ".join(first.values())[:TAG_CHARS])] if first != known else []
         )
-        metrics = [Metric(*value) for value in batch.values]
+        sampled = self._sampled[: CALL_VALUES - len(batch.values)]
+        metrics = [Metric(*value) for value in batch.values + sampled]
         assert self._store is not None
         refusal = self._store.log(self._state["run_id"], metrics=metrics, tags=tags)
+        del self._sampled[: len(sampled)]
         self._state["nonfinite_keys"] = first
-        self._state["refused" if refusal else "values"] += len(metrics)
+        self._state["refused" if refusal else "values"] += len(batch.values)
         if refusal:
             say(f"the store refused {len(metrics)} values: {refusal}")
 
@@ -227,9 +253,8 @@ class Shipper:
             self._note_ready()
 
     def _stop_monitor(self) -> None:
-        if self._monitor is not None:
-            self._monitor.finish()
-            self._monitor = None
+        # A monitor that goes on after trouble counts from what the store has.
+        self._monitor, self._sampled = None, []
 
     def _publish(self) -> None:
         calls = self._calls_before + (self._store.calls if self._store else 0)
