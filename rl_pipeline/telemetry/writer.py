@@ -153,7 +153,7 @@ class Shipper:
         tags = (
             [RunTag("nonfinite", "; ".join(first.values())[:TAG_CHARS])] if first != known else []
         )
-        sampled = self._sampled[: CALL_VALUES - len(batch.values)]
+        sampled = self._sampled[: max(0, CALL_VALUES - len(batch.values))]
         metrics = [Metric(*value) for value in batch.values + sampled]
         assert self._store is not None
         refusal = self._store.log(self._state["run_id"], metrics=metrics, tags=tags)
