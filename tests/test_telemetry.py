@@ -115,7 +115,6 @@ def lab(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(lab.root)
         patch.setenv("MLFLOW_RUN_ID", "0" * 32)
-        patch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
         first_session(lab)
         second_session(lab)
     return lab
