@@ -32,9 +32,7 @@ def run(folder: Path, sweep: str, quick: Sequence[str] = (), full: Sequence[str]
 
     `quick` and `full` are overrides of the two sizes; the environment wins over both.
     """
-    # Another size or device is another study, which never goes on in this one's folder.
-    name = "-".join(["quick" if QUICK else "full", *changes()])
-    runs = folder / "runs" / name.replace("=", "_").replace(",", "_")
+    runs = folder / "runs" / named("quick" if QUICK else "full", changes())
     overrides = [*(quick if QUICK else full), *changes()]
     if (runs / "study.json").exists() and not (runs / "kept").exists():
         command = [f"study.resume={runs}"]
@@ -83,6 +81,11 @@ def changes() -> list[str]:
     if device := os.environ.get("DEVICE"):
         found.append(f"device={device}")
     return found
+
+
+def named(size: str, changed: Sequence[str]) -> str:
+    """A folder's name: another size or device is another study, which never goes on in this one."""
+    return "-".join([size, *changed]).replace("=", "_").replace(",", "_")
 
 
 def _tell(folder: Path, table: str) -> None:

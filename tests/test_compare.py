@@ -267,6 +267,7 @@ def test_nothing_is_said_against_a_baseline_that_was_too_short():
     runs[0] = [replace(r, final={**r.final, "steady": 0.0}) for r in runs[0]]
     found = compare(study(*runs), baseline={"backend": "envpool"})
     assert found.effects == [] and found.answer == []
+    assert [g.verdict for g in found.groups] == ["1", "baseline too short", "baseline too short"]
     assert report.in_one_line(found) == (
         "no verdict on speed: the baseline reached no steady state"
     )
@@ -433,6 +434,20 @@ def test_a_study_is_found_by_name_and_by_id_and_its_latest_is_meant(planted, cap
         records.from_store(planted.store, "plantd")
     one = records.from_store(planted.store, "planted").runs[0]
     assert records.from_store(planted.store, None, [one.id]).runs[0].settings == one.settings
+
+
+def test_changed_code_is_told_of_runs_in_a_store(planted):
+    run_id = records.from_store(planted.store, "planted").runs[0].id
+
+    def commit() -> str:
+        return records.from_store(planted.store, None, [run_id]).runs[0].commit
+
+    planted.client.set_tag(run_id, "mlflow.source.git.commit", "0123456789")
+    assert commit() == "0123456"
+    planted.client.set_tag(run_id, "changed_code", "a.py")
+    assert commit() == "0123456+"
+    planted.client.delete_tag(run_id, "changed_code")
+    planted.client.delete_tag(run_id, "mlflow.source.git.commit")
 
 
 def test_a_run_that_was_made_good_later_is_no_failure():

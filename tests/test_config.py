@@ -177,13 +177,13 @@ def test_composition_errors_are_explained(override, words):
 
 
 def test_bad_lines_end_fast_with_code_2_and_leave_nothing(cli):
-    for line in (
-        ["env.bakend=envpool"],
-        ["seed=abc"],
-        ["recipe=ppo_cartpol"],
-        ["-m", "seed=1,2", "precision=fp32,fp61"],
-        ["seed=1,2"],
-        ["--total_steps=1000"],
+    for line, words in (
+        (["env.bakend=envpool"], "is not a setting"),
+        (["seed=abc"], "integer"),
+        (["recipe=ppo_cartpol"], "did you mean ppo_cartpole?"),
+        (["-m", "seed=1,2", "precision=fp32,fp61"], "precision can be"),
+        (["seed=1,2"], "add -m; one list is seed=[1,2]"),
+        (["--total_steps=1000"], "use total_steps=1000"),
     ):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         out = cli(*line)
@@ -192,6 +192,7 @@ def test_bad_lines_end_fast_with_code_2_and_leave_nothing(cli):
         assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 3
         assert out.returncode == 2
         assert out.stderr.startswith("error: ")
+        assert words in out.stderr
         assert "Traceback" not in out.stderr
     assert list(cli.cwd.iterdir()) == []
 

@@ -58,6 +58,7 @@ def test_a_run_leaves_a_complete_record(cli):
     assert result["provenance"]["git"] == (head.stdout.strip() or None)
     assert (folder / ".hydra" / "config.yaml").exists()
     assert "gpu/util_pct" not in (folder / "metrics.jsonl").read_text()
+    assert "not named: most of so short a run is its beginning" in out.stdout
     for word in ("return", "env steps/s", "bottleneck", "folder", "mlflow ui"):
         assert word in out.stdout
 
@@ -180,6 +181,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on_in_the_same_mlflow_run(cli):
     done = result["counters"]["env_steps"]
     out = cli(f"resume={folder}", f"total_steps={done + 1000}")
     assert out.returncode == 0, out.stderr
+    assert f"resumed at {done:,} env steps" in out.stdout + out.stderr
     assert query(cli, "select status from runs") == [("FINISHED",)]
     assert cli.results()[0]["counters"]["env_steps"] >= done + 1000
     twice = query(cli, "select key, step from metrics group by key, step having count(*) > 1")

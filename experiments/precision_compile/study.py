@@ -21,7 +21,7 @@ CHANGES = [change for change in frame.changes() if not change.startswith("seed="
 SIZE = "quick" if frame.QUICK else "results"
 RESULTS = HERE / SIZE
 if CHANGES:  # other cells than those kept
-    RESULTS = HERE / "runs" / "-".join([SIZE, *CHANGES]).replace("=", "_")
+    RESULTS = HERE / "runs" / frame.named(SIZE, CHANGES)
 TASKS = {  # seeds; steps of the quick form
     "cartpole_ppo": ((1, 2, 3), 10_000),
     "pong_ppo": ((1, 2), 2_048),

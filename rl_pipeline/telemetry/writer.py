@@ -191,7 +191,6 @@ class Shipper:
         if "resume" in result:
             tags["resumed"] = "true"
         self._store.log_final(run_id, final_metrics(result), int(end_s * 1000))
-        self._stop_monitor()
         status = self._store.end(run_id, result.get("status"), end_s, tags)
         self._state |= {"status": status, "finished": True}
         self._publish()
