@@ -6,10 +6,9 @@ import json
 import os
 import secrets
 import shlex
-import shutil
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from omegaconf import DictConfig
 
 from rl_pipeline import checkpoint, config, jobs, runs
 from rl_pipeline.evaluate import evaluate
+from rl_pipeline.files import told, working_directory, write_json
 from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
 from rl_pipeline.session import Session
 from rl_pipeline.settings import ConfigError, Settings
@@ -27,6 +27,7 @@ from rl_pipeline.telemetry.progress import Progress
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.telemetry.recorder import Recorder
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker
+from rl_pipeline.terminal import say
 from rl_pipeline.training import make_training
 from rl_pipeline.types import Learner, VecEnv
 
@@ -192,7 +193,7 @@ def make_facts(
 def _provenance() -> dict[str, Any]:
     """Of the code that runs, wherever one works; of the working directory for an installed copy."""
     ours = provenance(config.PACKAGE)
-    return ours if ours["git"] else provenance(Path.cwd())
+    return ours if ours["git"] else provenance(working_directory())
 
 
 def make_evaluation(
@@ -207,7 +208,7 @@ def make_evaluation(
         try:
             return evaluate(envs, learner.act_greedy, wanted.episodes, wanted.max_steps, stop)
         finally:
-            envs.close()
+            told("the environments of the evaluation", envs.close, say)
 
     return evaluation
 
@@ -218,7 +219,7 @@ def make_session(
     """Build every part of a run; also the checkpoint to continue from, or None."""
     saved, state = None, None
     if settings.resume:
-        saved = json.loads((folder / "run.json").read_text())
+        saved = runs.record_of(folder)
         state = load_checkpoint(folder)
     run_id = saved["run_id"] if saved else runs.run_id_of(folder)
     if settings.seed is not None:
@@ -240,9 +241,9 @@ def make_session(
         "seed": seed,
         "settings": settings.model_copy(update={"seed": seed}).model_dump(mode="json"),
     }
-    # Those of now: what is resumed again later goes on from here.
+    # Store the current overrides: a later resume starts from them.
     record["overrides"] = overrides
-    (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_json(folder / "run.json", record)
     tracker = make_tracker(settings, folder, facts)
     tracker.start()
     hardware = HardwareSampler(cpu_budget=runtime.threads.budget)
@@ -257,7 +258,8 @@ def make_session(
         tracker=tracker, hardware=hardware,
         progress=Progress(settings.total_steps),
         checkpoints=checkpoint.Checkpoints(
-            folder / "checkpoints", settings.checkpoint.keep_last, settings.checkpoint.keep_best
+            folder / "checkpoints", settings.checkpoint.keep_last, settings.checkpoint.keep_best,
+            say,
         ),
         evaluate=make_evaluation(settings, training.learner, seed, threads),
         synchronize=runtime.synchronize, compile_log=runtime.log, transfers=runtime.transfers,
@@ -266,14 +268,17 @@ def make_session(
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run; raises ConfigError where it left none."""
-    latest = checkpoint.Checkpoints(folder / "checkpoints", 1, False).latest()
-    if latest is None:
+    """The newest whole checkpoint of a run; raises ConfigError where it left none."""
+    try:
+        state = checkpoint.Checkpoints(folder / "checkpoints", 1, False, say).load_latest()
+    except checkpoint.Damaged as error:
+        raise ConfigError(f"resume={folder}: {error}; start a new run") from None
+    if state is None:
         raise ConfigError(
             f"resume={folder}: the run left no checkpoint (it stopped before "
             "checkpoint.every_steps); start a new run"
         )
-    return checkpoint.load(latest)
+    return state
 
 
 def _is_ours(error: ValueError) -> bool:
@@ -291,11 +296,6 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     try:
         session, state = make_session(settings, folder, overrides)
     except ValueError as error:
-        if not (folder / "run.json").exists():
-            for ours in (".hydra", "replay"):
-                shutil.rmtree(folder / ours, ignore_errors=True)
-            with suppress(OSError):  # kept where the user had other files in it
-                folder.rmdir()
         if not _is_ours(error):
             raise
         raise ConfigError(str(error)) from error

@@ -22,8 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from rl_pipeline import files, stop, terminal
+from rl_pipeline.files import working_directory
 from rl_pipeline.runs import (
-    check_folder,
+    claim_folder,
     parse_overrides,
     run_dir,
     with_resumed_overrides,
@@ -210,6 +212,10 @@ def _options(group: str, word: str | None = None) -> str:
     return f"{group} can be {', '.join(valid)}" + hint if valid else f"{group} has no options yet"
 
 
+class Refused(SystemExit):
+    """Bad input was answered; the exit code is 2."""
+
+
 @contextmanager
 def refusing(
     hint: str = "--cfg job --resolve prints the settings, --help the groups",
@@ -224,26 +230,34 @@ def refusing(
         message = explain_composition(error)
     print("\n".join(f"error: {line}" for line in message.splitlines() if line), file=sys.stderr)
     print(f"       {hint}", file=sys.stderr)
-    sys.exit(2)
+    raise Refused(2)
 
 
 def run_main(main: Callable[[], Any]) -> None:
-    """Call a Hydra entrypoint."""
+    """Call a Hydra entrypoint; its exit code says how it ended, whoever raised what."""
+    terminal.steady_streams()
+    working_directory()  # fixed here, before an environment or Hydra changes it
     OmegaConf.register_new_resolver("run_dir", run_dir, replace=True)
     # Hydra would print composition errors itself, in its own words.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    _die_with_the_sweep()
-    # A sweep that is told to end must end its jobs, as with Ctrl-C.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
     try:
-        with refusing():
+        # A sweep that is told to end must end its jobs, as with Ctrl-C.
+        with stop.handling(stop.interrupt), refusing():
+            _die_with_the_sweep()
             _check_dashes(sys.argv[1:])
             sys.argv[1:] = with_resumed_sweep(with_resumed_overrides(sys.argv[1:]))
             main()
-    except KeyboardInterrupt as stopped:
-        print(f"stopped by {str(stopped) or 'SIGINT'}", file=sys.stderr)
-        sys.exit(143 if str(stopped) == "SIGTERM" else 130)
+    except (stop.Killed, KeyboardInterrupt) as error:
+        killed = error if isinstance(error, stop.Killed) else stop.Killed("SIGINT")
+        terminal.say(f"stopped by {killed}")
+        sys.exit(killed.exit_code)
+    except OSError as error:
+        if not files.of_the_disk(error):
+            raise
+        terminal.say(f"error: {files.why_not(error)}")
+        sys.exit(1)
+    finally:
+        files.end_claims()
 
 
 def _check_dashes(argv: list[str]) -> None:
@@ -251,10 +265,6 @@ def _check_dashes(argv: list[str]) -> None:
         key = argument.lstrip("-").split("=")[0]
         if argument.startswith("--") and "=" in argument and key in known_keys() + groups():
             raise ConfigError(f"{argument}: settings have no dashes; use {argument.lstrip('-')}")
-
-
-def _interrupt(number: int, _: object) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _die_with_the_sweep() -> None:
@@ -278,7 +288,8 @@ class Gate(Callback):
             settings = load(job_config(config))
             check_machine(settings)
             check_study(settings)
-            check_folder(settings, Path(str(config.hydra.run.dir)))
+            subdir = config.hydra.output_subdir
+            claim_folder(settings, Path(str(config.hydra.run.dir)), subdir and str(subdir))
 
 
 def check_study(settings: Settings) -> None:
@@ -392,6 +403,6 @@ def check_machine(settings: Settings, here: bool = True) -> None:
             "environment variable MLFLOW_TRACKING_URI and leave tracking.uri out"
         )
     try:
-        check_driver(resolve(settings.tracking, Path.cwd(), dict(os.environ))[0])
+        check_driver(resolve(settings.tracking, working_directory(), dict(os.environ))[0])
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -6,13 +6,16 @@ import csv
 import io
 import json
 import math
-import os
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+from rl_pipeline.files import working_directory
+from rl_pipeline.terminal import shown_path
 
 if TYPE_CHECKING:
     from rl_pipeline.groups import Comparison, Group
@@ -56,6 +59,11 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         )
     if returns["train_mean"] is not None:
         grid.add_row("", f"{returns['train_mean']:.1f}  (last training episodes)")
+    if (best := returns.get("best")) and best["fell"]:
+        grid.add_row(
+            "",
+            f"fell from {best['eval_mean']:.1f} at {best['env_steps']:,} env steps{_kept(result)}",
+        )
     over = f"steady state of {rate['steady_s']:.0f} s"
     if not rate["steady"]:
         over = "whole run with its warm-up: too short for a steady state"
@@ -72,7 +80,8 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         "work",
         f"{resumed}{counters['env_steps']:,} env steps, {counters['updates']:,} updates, "
         f"{counters['episodes']:,} games in {rate['wall_s']:.1f} s "
-        f"(of it warm-up {rate['warmup_s']:.1f} s; start-up before it {_startup(result)} s)",
+        f"(warm-up {rate['warmup_s']:.1f} s of it{_evaluating(result)}; start-up "
+        f"{_startup(result)} s before)",
     )
     if line := compile_line(result["compile"]):
         grid.add_row("compile", line)
@@ -104,7 +113,8 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
     elif tracked.get("trouble") or tracked.get("pending"):
         grid.add_row("mlflow", f"not reached ({tracked.get('trouble')}); rows in metrics.jsonl")
         folder = shown_path(result["folder"])
-        grid.add_row("", f"ship them later: python -m rl_pipeline.telemetry.writer {folder}")
+        line = f"python -m rl_pipeline.telemetry.writer {shlex.quote(folder)}"
+        grid.add_row("", f"ship them later: {line}")
     console.print()
     console.print(grid)
 
@@ -126,10 +136,14 @@ def compile_line(found: dict[str, Any]) -> str:
     return line
 
 
-def shown_path(path: str) -> str:
-    """`path` as one types it from here."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
+def _kept(result: dict[str, Any]) -> str:
+    best = Path(result["folder"]) / "checkpoints" / "best.pt"
+    return f", kept in {shown_path(str(best))}" if best.exists() else ""
+
+
+def _evaluating(result: dict[str, Any]) -> str:
+    seconds = result.get("phases", {}).get("eval", {}).get("seconds")
+    return f", evaluation {seconds:.1f} s" if seconds else ""
 
 
 def _startup(result: dict[str, Any]) -> str:
@@ -141,7 +155,7 @@ def how_to_open(uri: str) -> str:
     """How to look at a store."""
     if uri.startswith("http"):
         return f"open {uri}"
-    if uri.startswith("sqlite:///") and uri == f"sqlite:///{Path.cwd() / 'mlflow.db'}":
+    if uri.startswith("sqlite:///") and uri == f"sqlite:///{working_directory() / 'mlflow.db'}":
         return "make ui  (or: mlflow ui --backend-store-uri sqlite:///mlflow.db)"
     return f"mlflow ui --backend-store-uri {uri}"
 

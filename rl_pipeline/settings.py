@@ -295,8 +295,9 @@ class EvalSettings(Frozen):
 
     episodes: Count = 20
     """0 switches evaluation off."""
-    every_steps: Count = 0
-    """Env steps between evaluations during training; 0 evaluates at the end only."""
+    every_steps: Count | None = None
+    """Env steps between evaluations during training; null takes a tenth of `total_steps`, 0
+    evaluates at the end only. Their time is no part of the throughput."""
     num_envs: PositiveInt = 10
     max_steps: PositiveInt = 30_000
     """A game still running after this many agent steps counts with the score it has."""
@@ -355,6 +356,12 @@ class Settings(Frozen):
     profile: ProfileSettings
     tracking: TrackingSettings
     _chosen: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def evaluate_every(self) -> int:
+        """Env steps between evaluations, 0 for none before the end."""
+        every = self.eval.every_steps
+        return -(-self.total_steps // 10) if every is None else every
 
     @property
     def chosen(self) -> dict[str, str]:

@@ -21,6 +21,7 @@ from rl_pipeline.processes import myself, sweeps_elsewhere
 from rl_pipeline.runs import STUDY_FILE, config_dir, flatten, has_run, parse_overrides, quote
 from rl_pipeline.settings import ConfigError, Settings
 from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, read_json, trains
+from rl_pipeline.terminal import command, say, shown_path
 
 _HANDED_ON = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 
@@ -107,7 +108,7 @@ class Study(Callback):
         tags |= {LOST: str(len(lost))}
         tags |= {f"{LOST}.{n}": job for n, job in enumerate(lost)}
         self._end("failed" if failed else "finished", files, tags)
-        print(f"folder  {report.shown_path(str(folder))}")
+        print(f"folder  {shown_path(str(folder))}")
         if self._parent:
             print(f"mlflow  {report.how_to_open(redact(self._parent['uri']))}")
             server = report.server_of(redact(self._parent["uri"]))
@@ -141,7 +142,7 @@ class Study(Callback):
             return [], {}
         report.print_comparison(found)
         files = report.write_comparison(found, folder / "comparison")
-        print(f"page    {report.shown_path(str(folder / 'comparison' / 'index.html'))}")
+        print(f"page    {shown_path(str(folder / 'comparison' / 'index.html'))}")
         tags = {"answer": report.in_one_line(found)}
         # For a later comparison: the first to run, where none was named, is known only here.
         base = ",".join(f"{k}={v}" for k, v in found.baseline.items())
@@ -150,11 +151,9 @@ class Study(Callback):
         return files, tags
 
     def _say_resume(self) -> None:
-        from rl_pipeline.report import shown_path
-
         if self._resumable:
-            line = f"python -m rl_pipeline.train study.resume={shown_path(str(self._folder))}"
-            print(f"run what is missing with\n  {line}", file=sys.stderr)
+            line = command("train", study__resume=shown_path(str(self._folder)))
+            say(f"run what is missing with\n  {line}")
 
     def _end(
         self, status: str, artifacts: Sequence[Path] = (), tags: dict[str, str] | None = None
