@@ -69,6 +69,9 @@ learn: setup ## Prove that PPO and DQN learn (hours; skips what has a result; AR
 parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong"; 6 minutes)
 	$(PY) -m experiments.parity.study $(TASKS)
 
+try-ends: setup ## Prove that runs end well: 200 kills, 100 bad inputs (50 minutes; QUICK=1: 5)
+	$(PY) -m experiments.ends.study
+
 bench-envs: setup ## Environments alone: steps/s by backend, and what adapters cost (25 minutes; QUICK=1: 3)
 	$(PY) -m experiments.envs.bench $(ARGS)
 

@@ -51,7 +51,7 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         os.replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno:
             error.filename = str(path)  # a write that fails does not say where
         raise
 
