@@ -43,7 +43,7 @@ class Group:
     parity: Parity | None = None
     below: int = 0
     """Runs below the baseline's return by more than the margin, if a larger part than of its own:
-    an interquartile mean passes over one of five."""
+    the interquartile mean of the column before passes over one of five."""
     reached: int = 0
     """Runs that reached the threshold."""
     steps_to: float = math.nan

@@ -188,6 +188,8 @@ def comparison_rows(
 
 def comparison_caption(found: Comparison) -> str:
     """What the columns mean."""
+    from rl_pipeline.stats import SURE
+
     lines = [
         "env steps/s: median over runs [95 % bootstrap]; speed-up: ratio of geometric means "
         "[95 % Welch on log rates]; an interval that holds 1 is no difference"
@@ -195,8 +197,9 @@ def comparison_caption(found: Comparison) -> str:
     if any(g.returns for g in found.groups):
         lines.append(
             f"return: {found.return_metric}, IQM at {found.at_steps:,.0f} env steps [95 % "
-            "bootstrap]; learning: not worse if the loss is below the margin with 95 % confidence "
-            "(Yuen)"
+            f"bootstrap]; learning: not worse if, of {SURE} runs a side or more, the mean's loss "
+            "is below the margin with 95 % confidence (Welch, the worst run counted twice); a "
+            "collapse of less than every fourth run may go unseen"
         )
     if any(x and x.is_range for g in found.groups for x in (g.speed, g.returns)):
         lines.append("(a to b): the range of a setting with too few runs for an interval")
