@@ -56,8 +56,10 @@ def compare(
     )
     for group in groups:
         _measure(group, steps, metric, threshold)
-    for group in groups:
-        _against(group, _base_of(group, groups, base, first), steps, metric, margin)
+    against = [_base_of(group, groups, base, first) for group in groups]
+    level = stats.together(sum(map(_ranked, groups, against)))
+    for group, other in zip(groups, against, strict=True):
+        _against(group, other, steps, metric, margin, level)
     add_effects(found, first)
     found.notes = make_notes(found, study)
     return found
@@ -181,9 +183,17 @@ def _base_of(
     return comparable[0]
 
 
+def _ranked(group: Group, base: Group | str) -> bool:
+    """Whether there is a speed-up to tell."""
+    if isinstance(base, str) or group is base:
+        return False
+    return all(g.steady and g.rates for g in (group, base))
+
+
 def _against(
-    group: Group, base: Group | str, steps: float, metric: str, margin: float | None
+    group: Group, base: Group | str, steps: float, metric: str, margin: float | None, level: float
 ) -> None:
+    """Fill in speed-up and parity; the speed-ups of all groups hold together at `level` each."""
     if not group.done:
         group.verdict = "no run finished"
     elif isinstance(base, str):
@@ -194,10 +204,10 @@ def _against(
         rates, of_base = group.rates, base.rates
         if not (rates and of_base):
             group.verdict = "no baseline"
-        elif not (group.steady and base.steady):
+        elif not _ranked(group, base):
             group.verdict = "baseline too short" if group.steady else "too short"
         else:
-            group.speedup = stats.speedup(rates, of_base)
+            group.speedup = stats.speedup(rates, of_base, level)
             group.speedup_bootstrap = stats.bootstrap_speedup(rates, of_base)
             group.verdict = in_words(group.speedup)
         returns, others = _returns(group, steps, metric), _returns(base, steps, metric)

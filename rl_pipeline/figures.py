@@ -61,8 +61,8 @@ def pictures(found: Comparison) -> dict[str, Picture]:
     if found.effects:
         drawn["effects"] = Picture(
             *_draw(lambda axes: _effect_plot(axes[0], found), 1, 0.5 + 0.32 * len(found.effects)),
-            "What each choice does to the speed, as a ratio with its 95 % interval; indented: "
-            "where an effect depends on another choice. Grey: no difference.",
+            "What each choice does to the speed, as a ratio; the intervals hold together at 95 %. "
+            "Indented: where an effect depends on another choice. Grey: no difference.",
         )
     return drawn
 

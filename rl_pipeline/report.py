@@ -192,7 +192,7 @@ def comparison_caption(found: Comparison) -> str:
 
     lines = [
         "env steps/s: median over runs [95 % bootstrap]; speed-up: ratio of geometric means "
-        "[95 % Welch on log rates]; an interval that holds 1 is no difference"
+        "[95 % Welch on log rates, all together]; an interval that holds 1 is no difference"
     ]
     if any(g.returns for g in found.groups):
         lines.append(
@@ -362,7 +362,7 @@ def _csv(found: Comparison) -> str:
     ])  # fmt: skip
     for g in found.groups:
         recipe = " ".join(f"{k}={v}" for k, v in g.recipe.items())
-        cells = [cell for name in estimates for cell in _cells(getattr(g, name))]
+        cells = [cell for name in estimates for cell in _cells(g, name)]
         cells += [getattr(g, name) for name in numbers]
         cells += [g.parity.verdict, g.parity.margin] if g.parity else ["", ""]
         writer.writerow([
@@ -372,8 +372,10 @@ def _csv(found: Comparison) -> str:
     return text.getvalue()
 
 
-def _cells(value: Estimate | None) -> list[str | float]:
+def _cells(group: Group, name: str) -> list[str | float]:
     """Value, low, high, and what these two are."""
+    value: Estimate | None = getattr(group, name)
     if value is None or not value.known:
         return [value.value if value else "", "", "", ""]
-    return [*value, "range" if value.is_range else "95 %"]
+    interval = "95 % together" if name == "speedup" else "95 %"
+    return [*value, "range" if value.is_range else interval]

@@ -112,9 +112,14 @@ def difference(values: Sequence[float], base: Sequence[float], level: float = LE
     return Estimate(value, value - half, value + half)
 
 
-def speedup(rates: Sequence[float], base: Sequence[float]) -> Estimate:
+def together(number: int) -> float:
+    """The level of each of `number` intervals that hold together at 95 % (Bonferroni)."""
+    return 1 - (1 - LEVEL) / max(number, 1)
+
+
+def speedup(rates: Sequence[float], base: Sequence[float], level: float = LEVEL) -> Estimate:
     """Ratio of the geometric mean rates of two independent groups of runs."""
-    return difference(np.log(rates).tolist(), np.log(base).tolist()).exp()
+    return difference(np.log(rates).tolist(), np.log(base).tolist(), level).exp()
 
 
 def bootstrap_speedup(rates: Sequence[float], base: Sequence[float]) -> Estimate:
@@ -233,14 +238,19 @@ class Factorial:
     def effect(
         self, factor: str, level: str, given: tuple[str, str] | None = None
     ) -> Effect | None:
-        """Of one level against the factor's base; None where no cells match."""
+        """Of one level against the factor's base; None where no cells match.
+
+        The intervals of all levels hold together, and so do those under every level of `given`.
+        """
         base = self.levels[factor][0]
+        number = sum(len(levels) - 1 for levels in self.levels.values())
+        number *= len(self.levels[given[0]]) if given else 1
         fixed = dict([given]) if given else {}
         parts = [
             {self._cell(c | fixed | {factor: level}): 1, self._cell(c | fixed | {factor: base}): -1}
             for c in self._contexts([factor, *fixed])
         ]
-        found = self._contrast(parts, LEVEL)
+        found = self._contrast(parts, together(number))
         return Effect(factor, level, base, found, given) if found else None
 
     def main_effects(self) -> list[Effect]:
@@ -249,7 +259,7 @@ class Factorial:
         return [effect for effect in found if effect]
 
     def interactions(self) -> list[Interaction]:
-        """Of all pairs of factors; the intervals hold together at 95 % (Bonferroni)."""
+        """Of all pairs of factors; the intervals hold together."""
         pairs = [
             (f, a, g, c)
             for i, f in enumerate(self.factors) for g in self.factors[i + 1 :]
@@ -265,7 +275,7 @@ class Factorial:
                 }
                 for x in self._contexts([f, g])
             ]
-            ratio = self._contrast(parts, 1 - (1 - LEVEL) / len(pairs))
+            ratio = self._contrast(parts, together(len(pairs)))
             if ratio:
                 found.append(Interaction((f, a, b), (g, c, d), ratio))
         return found

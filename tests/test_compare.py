@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Cli, settings
+from scipy.stats import binom
 
 from rl_pipeline import compare as compare_door
 from rl_pipeline import records, report
@@ -76,6 +77,16 @@ def test_groups_are_made_by_what_took_effect_and_the_difference_is_told():
         "precision": "fp32", "device": "cpu", "threads.envs": "2", "backend.num_envs": "8",
     }  # fmt: skip
     assert other == {"precision": "bf16"}
+
+
+def test_of_many_settings_that_are_alike_one_is_called_faster_in_one_sweep_of_twenty_at_most():
+    rng, trials, backends = np.random.default_rng(17), 100, ("gymnasium", *"abcdef")
+    wrong = 0
+    for _ in range(trials):
+        found = compare(study(*(noisy(rng, 1000, 5, backend=b) for b in backends)))
+        wrong += any(g.speedup and g.speedup.excludes(1) for g in found.groups)
+        assert [e.ratio for e in found.effects] == [g.speedup for g in found.groups[1:]]
+    assert wrong <= binom.ppf(0.999, trials, 0.05)
 
 
 def test_recipes_are_never_ranked_against_each_other():
@@ -315,7 +326,7 @@ def test_the_csv_tells_ranges_from_intervals():
     found = compare(study(noisy(rng, 1000, 5), noisy(rng, 2000, 3, backend="envpool")))
     base, few = csv.DictReader(report._csv(found).splitlines())
     assert (base["speed_interval"], few["speed_interval"]) == ("95 %", "range")
-    assert few["speedup_interval"] == "95 %" and base["speedup_interval"] == ""
+    assert few["speedup_interval"] == "95 % together" and base["speedup_interval"] == ""
     ranges = [g["speed"]["is_range"] for g in report.as_object(found)["groups"]]
     assert ranges == [False, True]
 
