@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, model_validator
 from rl_pipeline import cli
 from rl_pipeline.config import refusing
 from rl_pipeline.settings import ConfigError, Float, Frozen, PositiveFloat
+from rl_pipeline.terminal import plain
 
 
 def _names(value: Any) -> Any:
@@ -135,7 +136,10 @@ def main() -> None:
         if {"-h", "--help"} & set(sys.argv[1:]):
             print(f"{__doc__}\n{cli.usage(CompareSettings)}")
             return
-        run(cli.parse(CompareSettings, sys.argv[1:]))
+        try:
+            run(cli.parse(CompareSettings, sys.argv[1:]))
+        except ConfigError as error:
+            raise ConfigError(plain(error)) from None  # it may name what lies in the store
 
 
 if __name__ == "__main__":

@@ -7,12 +7,15 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+from rl_pipeline.terminal import in_a_row, plain
 
 if TYPE_CHECKING:
     from rl_pipeline.groups import Comparison, Group
@@ -30,9 +33,11 @@ def objective(result: dict[str, Any]) -> float:
 
 def wide_console() -> Console:
     """The terminal; elsewhere wide enough that tables in logs are not folded."""
-    # No markup: names, reasons and paths may hold brackets.
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=160)
+    # No markup and no emoji: names, reasons and paths may hold brackets and colons.
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160
+    return console
 
 
 def print_summary(result: dict[str, Any], console: Console | None = None) -> None:
@@ -269,9 +274,19 @@ def _number(value: float, form: str) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
+    """A Markdown table; what its cells hold is text."""
+    lines = [[_in_markdown(cell) for cell in cells] for cells in (header, *rows)]
+    lines.insert(1, ["---"] * len(header))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def _in_markdown(text: str) -> str:
+    """No tag, no entity, no cell of its own, no link and no formula."""
+    text = re.sub(r"&(?=[#\w])", "&amp;", in_a_row(text))
+    text = re.sub(r"<(?=[\w/!?])", "&lt;", text)
+    for mark, written in (("|", r"\|"), ("](", r"]\("), ("$", r"\$"), ("`", r"\`")):
+        text = text.replace(mark, written)
+    return text
 
 
 def print_comparison(found: Comparison, console: Console | None = None) -> None:
@@ -283,16 +298,16 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
         # Folded where the terminal is narrow, never cut.
         table.add_column(title, justify="right" if i else "left", overflow="fold")
     for group, row in zip(found.groups, rows, strict=True):
-        table.add_row(group.label, *row[1:])
+        table.add_row(in_a_row(group.label), *map(in_a_row, row[1:]))
     console.print(table)
     for group in found.groups:
         for run in group.failures:
             console.print(run.status, style="red", end=" ")
-            console.print(f"{run.name}\n    {run.reason}")
+            console.print(plain(f"{run.name}\n    {run.reason}"))
     if answer := in_one_line(found):
-        console.print(answer, style="bold")
+        console.print(plain(answer), style="bold")
     for note in found.notes:
-        console.print(f"- {note}")
+        console.print(plain(f"- {note}"))
 
 
 def write_comparison(found: Comparison, folder: Path) -> list[Path]:
@@ -303,8 +318,8 @@ def write_comparison(found: Comparison, folder: Path) -> list[Path]:
     header, rows = comparison_rows(found)
     caption = comparison_caption(found)
     drawn = figures.pictures(found)
-    answer = in_one_line(found)
-    notes = "\n".join(f"- {note}" for note in found.notes)
+    answer = _in_markdown(in_one_line(found))
+    notes = "\n".join(f"- {_in_markdown(note)}" for note in found.notes)
     files: dict[str, str | bytes] = {
         "table.md": f"{markdown(header, rows)}\n{answer}\n\n{caption}\n\n{notes}\n",
         "groups.csv": _csv(found),
@@ -357,7 +372,7 @@ def _csv(found: Comparison) -> str:
     writer = csv.writer(text, lineterminator="\n")
     ends = ("", "_low", "_high", "_interval")
     writer.writerow([
-        *found.by, "runs", "finished", "recipe", "steady", "verdict",
+        *map(_in_csv, found.by), "runs", "finished", "recipe", "steady", "verdict",
         *(name + end for name in estimates for end in ends), *numbers, "parity", "margin",
     ])  # fmt: skip
     for g in found.groups:
@@ -366,10 +381,21 @@ def _csv(found: Comparison) -> str:
         cells += [getattr(g, name) for name in numbers]
         cells += [g.parity.verdict, g.parity.margin] if g.parity else ["", ""]
         writer.writerow([
-            *g.levels.values(), len(g.runs), len(g.done), recipe, g.steady, g.verdict,
+            *map(_in_csv, g.levels.values()), len(g.runs), len(g.done), _in_csv(recipe), g.steady,
+            g.verdict,
             *("" if x != x else x for x in cells),
         ])  # fmt: skip
     return text.getvalue()
+
+
+def _in_csv(text: str) -> str:
+    """A text that no spreadsheet takes for a formula; numbers stay numbers."""
+    text = plain(text)
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\n")) else text
+    return text
 
 
 def _cells(group: Group, name: str) -> list[str | float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from conftest import Cli, settings
 from scipy.stats import binom
 
 from rl_pipeline import compare as compare_door
-from rl_pipeline import records, report
+from rl_pipeline import figures, records, report
 from rl_pipeline.comparison import compare
 from rl_pipeline.groups import Comparison
 from rl_pipeline.records import RunRecord, StudyRecord
@@ -321,6 +322,50 @@ def test_brackets_in_a_reason_are_printed_as_they_are(capsys):
     assert reason in out and "env.kwargs=[a]" in out
 
 
+HOSTILE = "$\\frac{$ <b>|</b> \x1b[31m=\u202e`x` &lt; :boom: \ud800"
+
+
+def test_a_name_or_a_reason_is_shown_everywhere_and_obeyed_nowhere(capsys, tmp_path):
+    """Formulas, tags, cells, ANSI sequences, turned writing, emoji, half of a character."""
+    rng = np.random.default_rng(16)
+    key = "env.kwargs.x"
+    runs = [noisy(rng, 1000, 3, **{key: level}) for level in (HOSTILE, "=1+1", "_x", "-0.5")]
+    runs[1] = [replace(run, settings={**run.settings, "compile": HOSTILE}) for run in runs[1]]
+    bad = record(9, **{key: HOSTILE})
+    bad = replace(bad, status="failed", reason=f"a\n{HOSTILE}", name=HOSTILE)
+    found = compare(replace(study(*runs, [bad]), name=HOSTILE), by=[key])
+    found.notes.append(HOSTILE)
+    report.print_comparison(found)
+    files = report.write_comparison(found, tmp_path)
+    out = capsys.readouterr().out
+    texts = {p.name: p.read_text() for p in files if p.suffix in (".md", ".csv", ".html")}
+    for text in (out, *texts.values()):
+        assert "\x1b" not in text and "\u202e" not in text
+        assert r"\x1b" in text and r"\u202e" in text
+    assert ":boom:" in out
+    page, table = texts["index.html"], texts["table.md"]
+    assert "<b>" not in page and "&lt;b&gt;" in page and "&amp;lt;" in page
+    assert "<b>" not in table and "$" not in table.replace(r"\$", "") and "&amp;lt;" in table
+    cells = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()[:6]}
+    assert len(cells) == 1
+    levels = [row[key] for row in csv.DictReader(texts["groups.csv"].splitlines())]
+    assert levels[1:] == ["'=1+1", "_x", "-0.5"]
+    assert {p.name for p in files} >= {"pareto.png", "curves.png"}
+
+
+def test_a_level_with_a_formula_in_it_is_drawn_in_every_picture(tmp_path):
+    rng = np.random.default_rng(16)
+    levels = ("eager", HOSTILE, "_x")
+    runs = [noisy(rng, 1000 * i, 3, compile=x) for i, x in enumerate(levels, start=1)]
+    drawn = figures.pictures(compare(study(*runs)))
+    assert list(drawn) == ["pareto", "curves", "effects"]
+    # Letter by letter, with the dollars: as a comment of the text in the drawing.
+    assert all(r"$\frac{$" in picture.svg and "_x" in picture.svg for picture in drawn.values())
+    points = [(1, 1.0, 1.0, 1.0), (2, 2.0, 2.0, 2.0)]
+    panel = {"title": HOSTILE, "xlabel": HOSTILE, "ylabel": HOSTILE, "lines": {HOSTILE: points}}
+    figures.line_panels(tmp_path / "panels.png", [panel], rows=1)
+
+
 def test_the_csv_tells_ranges_from_intervals():
     rng = np.random.default_rng(14)
     found = compare(study(noisy(rng, 1000, 5), noisy(rng, 2000, 3, backend="envpool")))
@@ -548,6 +593,7 @@ def test_a_study_is_compared_as_its_sweep_did_where_nothing_else_is_asked(plante
             "by=bakend: no run has that setting; did you mean backend",
         ),
         (["study=planted", "margin=-1"], "margin=-1: "),
+        (["study=planted", "by=\x1b[31m"], r"by=\x1b[31m: no run has that setting"),
         ([], "give one of study="),
     ],
 )
