@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rl_pipeline import stats
-from rl_pipeline.findings import add_effects, in_words, make_notes
+from rl_pipeline.findings import add_effects, damaged, in_words, make_notes
 from rl_pipeline.groups import Comparison, Group, group_keys, make_groups, tell_recipes, unknown_key
 from rl_pipeline.records import RunRecord, StudyRecord
 from rl_pipeline.settings import ConfigError
@@ -40,7 +40,10 @@ def compare(
     """
     runs = [run for run in study.runs if run.settings or not run.finished]
     if not any(run.finished for run in runs):
-        raise ConfigError(f"study={study.name}: none of its {len(runs)} runs has finished")
+        ended = any(run.finished for run in study.runs)
+        has = "has settings that are known" if ended else "has finished"
+        words = f"study={study.name}: none of its {len(study.runs)} runs {has}"
+        raise ConfigError("\n".join([words, *damaged(study)]))
     keys = group_keys(runs, by, study.varied)
     groups = make_groups(runs, keys)
     base = baseline or {}
@@ -139,7 +142,7 @@ def _peak(run: RunRecord, metric: str) -> float:
 
 def _joules_per_step(run: RunRecord) -> float:
     """GPU energy: mean power of each window times its seconds, over the env steps."""
-    if "gpu/power_w" not in run.curves:
+    if "gpu/power_w" not in run.curves or not trained(run):
         return math.nan
     steps, watts = run.curves["gpu/power_w"]
     seconds = np.diff(seconds_of(run, steps), prepend=0.0)

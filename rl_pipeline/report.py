@@ -239,7 +239,7 @@ def what_ran(found: Comparison) -> str:
         return values.pop() if len(values) == 1 else ""
 
     told = [common("algo"), common("env.id")]
-    if (steps := common("total_steps")).isdigit():
+    if (steps := common("total_steps")).isdecimal():
         told.append(f"for {int(steps):,} env steps")
     return " ".join(filter(None, told))
 

@@ -81,7 +81,7 @@ def test_groups_are_made_by_what_took_effect_and_the_difference_is_told():
 
 
 def test_of_many_settings_that_are_alike_one_is_called_faster_in_one_sweep_of_twenty_at_most():
-    rng, trials, backends = np.random.default_rng(17), 100, ("gymnasium", *"abcdef")
+    rng, trials, backends = np.random.default_rng(17), 60, ("gymnasium", *"abcdef")
     wrong = 0
     for _ in range(trials):
         found = compare(study(*(noisy(rng, 1000, 5, backend=b) for b in backends)))
@@ -387,6 +387,123 @@ def test_wrong_names_are_told():
         compare(two, baseline={"backend": "isaac"})
 
 
+# -- folders, damaged ones too ---------------------------------------------------------------------
+
+
+def job(folder: Path, number: int, backend: str) -> None:
+    """A finished run as it lies in the folder of its sweep."""
+    there = folder / str(number)
+    there.mkdir(parents=True)
+    run = {"settings": {"backend": {"name": backend}, "env": {"id": "CartPole-v1"}, "seed": number}}
+    result = {
+        "status": "finished", "run_id": f"r{number}", "seed": number, "reason": None,
+        "overrides": [f"backend={backend}", f"seed={number}"], "effective": {"backend": backend},
+        "hardware": {"cpu_model": "a CPU", "cpu_budget": 2, "gpus": None},
+        "provenance": {"git": "abc", "dirty_files": []}, "bottleneck": None,
+        "throughput": {"steady": True, "env_steps_per_s": 1000.0 + number, "compile_s": 0},
+        "returns": {"eval_mean": 500.0, "train_mean": None}, "counters": {"env_steps": 2000},
+    }  # fmt: skip
+    rows = [
+        {"step": step, "metrics": {"return/train": step, "throughput/env_steps_per_s": 1000,
+                                   "gpu/power_w": 100.0}}
+        for step in range(100, 2100, 100)
+    ]  # fmt: skip
+    (there / "run.json").write_text(json.dumps(run))
+    (there / "result.json").write_text(json.dumps(result))
+    (there / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    folder = tmp_path / "sweep"
+    for number in range(8):
+        job(folder, number, "envpool" if number > 3 else "gymnasium")
+    asked = {"name": "s", "varied": ["backend"], "baseline": "backend=gymnasium"}
+    (folder / "study.json").write_text(json.dumps(asked | {"threshold": 900.0}))
+    return folder
+
+
+def changed(path: Path, **values: Any) -> bytes:
+    return json.dumps(json.loads(path.read_text()) | values).encode()
+
+
+BROKEN: list[Any] = [b"", b"{", b"[]", b"3", b"\xff\x00", b'"' * 9, b"[" * 100_000, None]
+ODD: dict[str, list[dict[str, Any]]] = {
+    "5/result.json": [
+        {"status": 5}, {"status": "no word"}, {"overrides": "backend=envpool"}, {"overrides": [1]},
+        {"effective": []}, {"provenance": []}, {"provenance": {"git": 1}}, {"hardware": {}},
+        {"provenance": {"dirty_files": 1}}, {"hardware": {"cpu_model": "", "cpu_budget": "x"}},
+        {"throughput": {"env_steps_per_s": 5}}, {"throughput": []}, {"returns": {"eval_mean": "5"}},
+        {"throughput": {"steady": True, "env_steps_per_s": -5}}, {"counters": 3}, {"startup": "no"},
+        {"throughput": {"steady": True, "wall_s": {}}}, {"bottleneck": 3}, {"reason": ["a"]},
+        {"run_id": {}}, {"name": 3}, {"seed": []}, {"counters": {"env_steps": 10**400}},
+    ],
+    "5/run.json": [{"settings": 3}, {"settings": [1]}, {"settings": None}],
+    "study.json": [
+        {"name": 3}, {"varied": "backend"}, {"varied": [3]}, {"baseline": 3}, {"baseline": "x"},
+        {"threshold": "900"}, {"threshold": math.nan}, {"process": 3}, {"process": [1]},
+        {"process": ["a", "b", "c"]}, {"parent_run_id": 3},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_damaged_file_costs_itself_and_is_named(sweep, name):
+    """Empty, half, of another kind, unreadable, a folder; or whole with values of odd types."""
+    path = sweep / name
+    whole = path.read_bytes()
+    for content in [*BROKEN, *(changed(path, **odd) for odd in ODD[name])]:
+        path.unlink()
+        path.mkdir() if content is None else path.write_bytes(content)
+        found = compare(records.from_sweep(sweep))
+        (note,) = [note for note in found.notes if f"{name} is damaged" in note]
+        base, other = found.groups
+        lost = name != "study.json"
+        assert (len(base.done), len(other.done)) == (4, 3 if lost else 4)
+        assert [run.reason for run in other.failures] == (
+            [note.removeprefix("5/")] if "result" in name else []
+        )
+        path.rmdir() if content is None else path.unlink()
+        path.write_bytes(whole)
+    assert not any("damaged" in note for note in compare(records.from_sweep(sweep)).notes)
+
+
+def test_damaged_rows_cost_themselves_and_are_counted(sweep):
+    path = sweep / "5" / "metrics.jsonl"
+    whole = path.read_bytes()
+    odd = [b"{", b"[]", b"3", b"\0\0", b"\xff", b'{"metrics": {"return/train": 1}}',
+           b'{"step": 1, "metrics": 3}', b'{"step": "1", "metrics": {"return/train": 1}}',
+           b'{"step": 1, "metrics": {"return/train": "1"}}',
+           b'{"step": NaN, "metrics": {"return/train": 1}}',
+           b'{"step": 1, "metrics": {"return/train": true}}',
+           b'{"step": 1, "metrics": {"return/train": 1%s}}' % (b"0" * 400)]  # fmt: skip
+    path.write_bytes(b"\n".join(odd) + b"\n" + whole)
+    found = compare(records.from_sweep(sweep), threshold=900)
+    assert "5/metrics.jsonl: 12 of 32 rows are damaged" in found.notes
+    assert found.groups[1].reached == 4
+    path.write_bytes(whole + b'{"step": 1')  # torn by a kill
+    assert not any("damaged" in note for note in compare(records.from_sweep(sweep)).notes)
+    # Without the rows of speed there is no time, and without time no energy.
+    path.write_bytes(b'{"step": 100, "metrics": {"gpu/power_w": 1}}\n')
+    assert len(compare(records.from_sweep(sweep)).groups[1].done) == 4
+    path.unlink()
+    path.mkdir()
+    (note,) = [n for n in compare(records.from_sweep(sweep)).notes if "metrics.jsonl" in n]
+    assert note == "5/metrics.jsonl is damaged (Is a directory)"
+
+
+def test_where_nothing_whole_is_left_the_door_says_so(sweep, monkeypatch, capsys):
+    for file, has in (("run", "settings that are known"), ("result", "finished")):
+        for number in range(8):
+            (sweep / str(number) / f"{file}.json").write_text("[")
+        monkeypatch.setattr("sys.argv", ["compare", f"folder={sweep}"])
+        with pytest.raises(SystemExit) as stopped:
+            compare_door.main()
+        told = capsys.readouterr().err
+        assert stopped.value.code == 2 and f"none of its 8 runs has {has}" in told
+        assert f"0/{file}.json is damaged (no JSON)" in told
+
+
 # -- a real store ---------------------------------------------------------------------------------
 
 
@@ -507,6 +624,23 @@ def test_changed_code_is_told_of_runs_in_a_store(planted):
     assert commit() == "0123456+"
     planted.client.delete_tag(run_id, "changed_code")
     planted.client.delete_tag(run_id, "mlflow.source.git.commit")
+
+
+def test_damaged_tags_of_a_study_cost_themselves_and_are_named(planted):
+    """A threshold that is no number, a lost job in half."""
+    client = planted.client
+    client.set_tag(planted.parent, "study.threshold", "high")
+    client.set_tag(planted.parent, "lost_jobs.1", '{"overrides": 3')
+    client.set_tag(planted.parent, "lost_jobs", "many")
+    try:
+        found = records.from_store(planted.store, "planted")
+        assert found.threshold is None and len(found.runs) == 26
+        assert [text for text in compare(found).notes if "damaged" in text] == list(found.damage)
+        assert "lost_jobs.1" in found.damage[0] and "'threshold': 'high'" in found.damage[1]
+    finally:
+        client.set_tag(planted.parent, "lost_jobs", "1")
+        for tag in ("study.threshold", "lost_jobs.1"):
+            client.delete_tag(planted.parent, tag)
 
 
 def test_a_run_that_was_made_good_later_is_no_failure():
