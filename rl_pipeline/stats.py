@@ -150,10 +150,11 @@ def parity(returns: Sequence[float], base: Sequence[float], margin: float) -> Pa
 
     That takes SURE runs a side, and that the loss stays below although the worst run came once more
     and the baseline's best as well: of skewed returns Welch's interval alone is too narrow. At most
-    5 % of losses as large as the margin pass then, be the returns normal, capped, of two gaits or
-    heavy-tailed (tests/test_stats.py). Not held are losses by less than a quarter of the runs,
-    which ten may not show, and of returns that one side alone has strongly skewed (12 %). To be
-    worse takes LEAST runs: three that differ in all from three have 1 chance in 20.
+    5 % of losses as large as the margin pass then (6 % of ten runs against twenty), be the returns
+    normal, capped, of two gaits or heavy-tailed (tests/test_stats.py). Not held are losses by less
+    than a quarter of the runs, which ten may not show (24 % pass where one of 7.5 collapses), and
+    of returns that one side alone has strongly skewed (13 %). To be worse takes LEAST
+    runs: three that differ in all from three have 1 chance in 20.
     """
     level = 2 * LEVEL - 1
     found = difference(returns, base, level)
