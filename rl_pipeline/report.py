@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_pipeline.terminal import in_a_row, plain
+from rl_pipeline.escape import in_a_row, plain
 
 if TYPE_CHECKING:
     from rl_pipeline.groups import Comparison, Group
