@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from yaml import YAMLError
 
 from rl_pipeline.config import near
 from rl_pipeline.settings import ConfigError, Frozen
@@ -34,7 +36,10 @@ def parse(model: type[Model], argv: list[str]) -> Model:
         if key not in valid:
             raise ConfigError(f"{key} is no argument here{near(key, valid)}")
         # As Hydra reads numbers and null; the rest stays the text it is.
-        values[key] = OmegaConf.from_dotlist([f"value={value}"])["value"]
+        try:
+            values[key] = OmegaConf.from_dotlist([f"value={value}"])["value"]
+        except (YAMLError, OmegaConfBaseException):
+            values[key] = value
     try:
         return model.model_validate(values)
     except ValidationError as error:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from rl_pipeline.escape import in_a_row, plain
 from rl_pipeline.files import working_directory
 from rl_pipeline.terminal import shown_path
 
@@ -33,9 +35,11 @@ def objective(result: dict[str, Any]) -> float:
 
 def wide_console() -> Console:
     """The terminal; elsewhere wide enough that tables in logs are not folded."""
-    # No markup: names, reasons and paths may hold brackets.
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=160)
+    # No markup and no emoji: names, reasons and paths may hold brackets and colons.
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160
+    return console
 
 
 def print_summary(result: dict[str, Any], console: Console | None = None) -> None:
@@ -202,15 +206,18 @@ def comparison_rows(
 
 def comparison_caption(found: Comparison) -> str:
     """What the columns mean."""
+    from rl_pipeline.stats import SURE
+
     lines = [
         "env steps/s: median over runs [95 % bootstrap]; speed-up: ratio of geometric means "
-        "[95 % Welch on log rates]; an interval that holds 1 is no difference"
+        "[95 % Welch on log rates, all together]; an interval that holds 1 is no difference"
     ]
     if any(g.returns for g in found.groups):
         lines.append(
             f"return: {found.return_metric}, IQM at {found.at_steps:,.0f} env steps [95 % "
-            "bootstrap]; learning: not worse if the loss is below the margin with 95 % confidence "
-            "(Yuen)"
+            f"bootstrap]; learning: not worse if, of {SURE} runs a side or more, the mean's loss "
+            "is below the margin with 95 % confidence (Welch, the worst run counted twice); a "
+            "collapse of less than every fourth run may go unseen"
         )
     if any(x and x.is_range for g in found.groups for x in (g.speed, g.returns)):
         lines.append("(a to b): the range of a setting with too few runs for an interval")
@@ -245,7 +252,7 @@ def what_ran(found: Comparison) -> str:
         return values.pop() if len(values) == 1 else ""
 
     told = [common("algo"), common("env.id")]
-    if (steps := common("total_steps")).isdigit():
+    if (steps := common("total_steps")).isdecimal():
         told.append(f"for {int(steps):,} env steps")
     return " ".join(filter(None, told))
 
@@ -280,9 +287,19 @@ def _number(value: float, form: str) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
+    """A Markdown table; what its cells hold is text."""
+    lines = [[_in_markdown(cell) for cell in cells] for cells in (header, *rows)]
+    lines.insert(1, ["---"] * len(header))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def _in_markdown(text: str) -> str:
+    """No tag, no entity, no cell of its own, no link and no formula."""
+    text = re.sub(r"&(?=[#\w])", "&amp;", in_a_row(text))
+    text = re.sub(r"<(?=[\w/!?])", "&lt;", text)
+    for mark, written in (("|", r"\|"), ("](", r"]\("), ("$", r"\$"), ("`", r"\`")):
+        text = text.replace(mark, written)
+    return text
 
 
 def print_comparison(found: Comparison, console: Console | None = None) -> None:
@@ -294,16 +311,16 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
         # Folded where the terminal is narrow, never cut.
         table.add_column(title, justify="right" if i else "left", overflow="fold")
     for group, row in zip(found.groups, rows, strict=True):
-        table.add_row(group.label, *row[1:])
+        table.add_row(in_a_row(group.label), *map(in_a_row, row[1:]))
     console.print(table)
     for group in found.groups:
         for run in group.failures:
             console.print(run.status, style="red", end=" ")
-            console.print(f"{run.name}\n    {run.reason}")
+            console.print(plain(f"{run.name}\n    {run.reason}"))
     if answer := in_one_line(found):
-        console.print(answer, style="bold")
+        console.print(plain(answer), style="bold")
     for note in found.notes:
-        console.print(f"- {note}")
+        console.print(plain(f"- {note}"))
 
 
 def write_comparison(found: Comparison, folder: Path) -> list[Path]:
@@ -314,8 +331,8 @@ def write_comparison(found: Comparison, folder: Path) -> list[Path]:
     header, rows = comparison_rows(found)
     caption = comparison_caption(found)
     drawn = figures.pictures(found)
-    answer = in_one_line(found)
-    notes = "\n".join(f"- {note}" for note in found.notes)
+    answer = _in_markdown(in_one_line(found))
+    notes = "\n".join(f"- {_in_markdown(note)}" for note in found.notes)
     files: dict[str, str | bytes] = {
         "table.md": f"{markdown(header, rows)}\n{answer}\n\n{caption}\n\n{notes}\n",
         "groups.csv": _csv(found),
@@ -368,23 +385,36 @@ def _csv(found: Comparison) -> str:
     writer = csv.writer(text, lineterminator="\n")
     ends = ("", "_low", "_high", "_interval")
     writer.writerow([
-        *found.by, "runs", "finished", "recipe", "steady", "verdict",
+        *map(_in_csv, found.by), "runs", "finished", "recipe", "steady", "verdict",
         *(name + end for name in estimates for end in ends), *numbers, "parity", "margin",
     ])  # fmt: skip
     for g in found.groups:
         recipe = " ".join(f"{k}={v}" for k, v in g.recipe.items())
-        cells = [cell for name in estimates for cell in _cells(getattr(g, name))]
+        cells = [cell for name in estimates for cell in _cells(g, name)]
         cells += [getattr(g, name) for name in numbers]
         cells += [g.parity.verdict, g.parity.margin] if g.parity else ["", ""]
         writer.writerow([
-            *g.levels.values(), len(g.runs), len(g.done), recipe, g.steady, g.verdict,
+            *map(_in_csv, g.levels.values()), len(g.runs), len(g.done), _in_csv(recipe), g.steady,
+            g.verdict,
             *("" if x != x else x for x in cells),
         ])  # fmt: skip
     return text.getvalue()
 
 
-def _cells(value: Estimate | None) -> list[str | float]:
+def _in_csv(text: str) -> str:
+    """A text that no spreadsheet takes for a formula; numbers stay numbers."""
+    text = plain(text)
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\n")) else text
+    return text
+
+
+def _cells(group: Group, name: str) -> list[str | float]:
     """Value, low, high, and what these two are."""
+    value: Estimate | None = getattr(group, name)
     if value is None or not value.known:
         return [value.value if value else "", "", "", ""]
-    return [*value, "range" if value.is_range else "95 %"]
+    interval = "95 % together" if name == "speedup" else "95 %"
+    return [*value, "range" if value.is_range else interval]
