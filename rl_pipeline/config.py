@@ -228,8 +228,8 @@ def refusing(
         message = str(error)
     except (HydraException, OmegaConfBaseException) as error:
         message = explain_composition(error)
-    print("\n".join(f"error: {line}" for line in message.splitlines() if line), file=sys.stderr)
-    print(f"       {hint}", file=sys.stderr)
+    terminal.say("\n".join(f"error: {line}" for line in message.splitlines() if line))
+    terminal.say(f"       {hint}")
     raise Refused(2)
 
 
@@ -240,6 +240,7 @@ def run_main(main: Callable[[], Any]) -> None:
     OmegaConf.register_new_resolver("run_dir", run_dir, replace=True)
     # Hydra would print composition errors itself, in its own words.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    code = 1
     try:
         # A sweep that is told to end must end its jobs, as with Ctrl-C.
         with stop.handling(stop.interrupt), refusing():
@@ -247,17 +248,22 @@ def run_main(main: Callable[[], Any]) -> None:
             _check_dashes(sys.argv[1:])
             sys.argv[1:] = with_resumed_sweep(with_resumed_overrides(sys.argv[1:]))
             main()
+        code = 0
     except (stop.Killed, KeyboardInterrupt) as error:
         killed = error if isinstance(error, stop.Killed) else stop.Killed("SIGINT")
         terminal.say(f"stopped by {killed}")
-        sys.exit(killed.exit_code)
+        code = killed.exit_code
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+        if isinstance(error.code, str):
+            terminal.say(error.code)
     except OSError as error:
         if not files.of_the_disk(error):
             raise
         terminal.say(f"error: {files.why_not(error)}")
-        sys.exit(1)
     finally:
         files.end_claims()
+    stop.leave_with(code)
 
 
 def _check_dashes(argv: list[str]) -> None:

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
+import psutil
+
 from rl_pipeline.settings import ConfigError
 
 ROOM_BYTES = 64 * 1024
@@ -166,6 +168,7 @@ class Claim:
             ) from None
         except OSError:
             pass  # a file system without locks (some network ones): the folder's files still speak
+        _clean(self.folder)
         # A worker forked later would hold the lock beyond the death of this process.
         os.register_at_fork(after_in_child=self._close)
         self.held[self.folder] = self
@@ -203,6 +206,14 @@ class Claim:
         for path in self._made:
             with suppress(OSError):  # not made, or others wrote into it meanwhile
                 path.rmdir()
+
+
+def _clean(folder: Path) -> None:
+    """Remove temporary files of processes that died while they wrote."""
+    for path in (*folder.glob("*.tmp"), *folder.glob("checkpoints/*.tmp")):
+        pid = path.name.split(".")[-2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            path.unlink(missing_ok=True)
 
 
 def end_claims() -> None:

@@ -54,7 +54,7 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         "run", f"{task['algo']} on {task['id']}, seed {result['seed']}, {result['status']}"
     )
     if result["reason"]:
-        grid.add_row("", str(result["reason"]))
+        grid.add_row("", plain(result["reason"]))
     if returns["eval_mean"] is not None:
         grid.add_row(
             "return",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -76,6 +78,31 @@ class StopRequest:
             self._answer = earlier
 
 
+def answer_early() -> None:
+    """Answer signals while the program is still being imported: nothing has begun, so it leaves."""
+
+    def leave(number: int, _: object) -> None:
+        os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
+        os._exit(128 + number)
+
+    _handle(leave)
+
+
+def leave_with(code: int) -> NoReturn:
+    """Exit; from here on a signal only makes it quicker, and changes nothing about the code."""
+    _handle(lambda *_: os._exit(code))
+    sys.exit(code)
+
+
+def _handle(handler: Any) -> dict[int, Any]:
+    """Give the signals to `handler`, returning their earlier handlers.
+
+    One that was ignored before stays so: `nohup` and shells mean it.
+    """
+    caught = [s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
+    return {s: signal.signal(s, handler) for s in caught}
+
+
 def interrupt(number: int, _: object) -> None:
     """A signal's handler that stops at once."""
     raise Killed(signal.Signals(number).name)
@@ -83,15 +110,11 @@ def interrupt(number: int, _: object) -> None:
 
 @contextmanager
 def handling(handler: Any) -> Iterator[None]:
-    """Give the signals that end a program to `handler` inside the block.
-
-    One that was ignored before stays so: `nohup` and shells mean it.
-    """
+    """Give the signals that end a program to `handler` inside the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    caught = [s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
-    previous = {s: signal.signal(s, handler) for s in caught}
+    previous = _handle(handler)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
+from rl_pipeline.escape import plain
 from rl_pipeline.files import working_directory
 
 
@@ -70,7 +71,7 @@ def steady_streams() -> None:
 
 def say(text: str) -> None:
     """One line for whoever watches."""
-    print(text, file=sys.stderr, flush=True)
+    print(plain(text), file=sys.stderr, flush=True)
 
 
 def shown_path(path: str) -> str:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from rl_pipeline import stop
+
+if __name__ == "__main__":
+    stop.answer_early()
+
+# ruff: noqa: E402 - what is imported from here on takes a second
 import sys
 import traceback
 from pathlib import Path
@@ -12,7 +18,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from rl_pipeline import config, files, terminal
-from rl_pipeline.stop import Killed, no_exit
 
 
 @hydra.main(version_base="1.3", config_path=str(config.CONF), config_name="config")
@@ -26,12 +31,12 @@ def _train(cfg: DictConfig) -> float:
         return jobs.run_here(list(hydra_config.overrides.task), hydra_config.job.num, own)
     folder = Path(hydra_config.runtime.output_dir)
     try:
-        with no_exit():
+        with stop.no_exit():
             # Heavy imports only here: --help, --cfg and a bad setting answer at once.
             from rl_pipeline import build, report
 
             result = build.train(cfg)
-    except Killed:
+    except stop.Killed:
         if any(folder.glob("checkpoints/step-*.pt")):
             line = terminal.command("train", resume=terminal.shown_path(str(folder)))
             terminal.say(f"continue with\n  {line}")
