@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,10 @@ from pydantic import BaseModel, ValidationError
 from rl_pipeline import files, stop, terminal
 from rl_pipeline.files import working_directory
 from rl_pipeline.runs import (
+    check_resume,
     claim_folder,
+    is_done,
+    is_unshipped,
     parse_overrides,
     run_dir,
     with_resumed_overrides,
@@ -294,8 +298,23 @@ class Gate(Callback):
             settings = load(job_config(config))
             check_machine(settings)
             check_study(settings)
+            folder = Path(str(config.hydra.run.dir))
+            if settings.resume and is_done(settings, folder) and is_unshipped(folder):
+                check_resume(settings, folder)
+                raise SystemExit(ship(folder))
             subdir = config.hydra.output_subdir
-            claim_folder(settings, Path(str(config.hydra.run.dir)), subdir and str(subdir))
+            claim_folder(settings, folder, subdir and str(subdir))
+
+
+def ship(folder: Path) -> int:
+    """Do what is left of a finished run: bring its rows to the store; returns the exit code."""
+    from rl_pipeline import report
+
+    command = [sys.executable, "-m", "rl_pipeline.telemetry.writer", str(folder)]
+    code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.__stderr__).returncode
+    tracked = files.read_json(folder / "mlflow.json")
+    report.print_summary(files.read_json(folder / "result.json") | {"tracking": tracked})
+    return code
 
 
 def check_study(settings: Settings) -> None:

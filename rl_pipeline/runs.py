@@ -52,14 +52,25 @@ def check_resume(settings: Settings, folder: Path) -> None:
     if folder.resolve() != find_run(settings.resume).resolve():
         raise ConfigError("hydra.run.dir goes with new runs; a resumed run stays in its folder")
     check_resumed(settings, record_of(folder)["settings"])
-    steps = [p.stem[5:] for p in folder.glob("checkpoints/step-*.pt")]
-    done = max((int(step) for step in steps if step.isdecimal()), default=0)
-    result = read_json(folder / "result.json")
-    if done >= settings.total_steps and result.get("status") == "finished":
+    if is_done(settings, folder) and not is_unshipped(folder):
         raise ConfigError(
-            f"resume={settings.resume}: the run has finished, with {done:,} env steps of "
+            f"resume={settings.resume}: the run has finished, with all of "
             f"total_steps={settings.total_steps:,}; give a larger total_steps to go on"
         )
+
+
+def is_done(settings: Settings, folder: Path) -> bool:
+    """Whether a run has all its env steps and its last words."""
+    steps = [p.stem[5:] for p in folder.glob("checkpoints/step-*.pt")]
+    done = max((int(step) for step in steps if step.isdecimal()), default=0)
+    finished = read_json(folder / "result.json").get("status") == "finished"
+    return finished and done >= settings.total_steps
+
+
+def is_unshipped(folder: Path) -> bool:
+    """Whether rows of a run are not in its store yet."""
+    tracked = (folder / "tracking.json").exists()
+    return tracked and read_json(folder / "mlflow.json").get("finished") is not True
 
 
 def record_of(folder: Path) -> dict[str, Any]:

@@ -32,6 +32,8 @@ from rl_pipeline.types import Episode, Learner, Metrics, ReplayBuffer, VecEnv
 
 DRAIN_S = 60.0
 """How long a finished run waits for the tracking store to take the last rows."""
+KILLED_DRAIN_S = 5.0
+"""The same for a run that was told to stop: the tracker goes on alone."""
 TROUBLED_DRAIN_S = 3.0
 """The same for a store that does not answer: the tracker goes on alone, the rows are on disk."""
 
@@ -314,9 +316,10 @@ class Session:
         trouble = self.tracker.state().get("trouble")
         if trouble:
             say(f"the tracking store does not answer: {trouble}")
+        drain_s = KILLED_DRAIN_S if status == "killed" else DRAIN_S
         # The tracker's own last figures are known only when it is done.
         with self.stop.cutting(lambda: result.update(tracking=self.tracker.finish(0))):
-            result["tracking"] = self.tracker.finish(TROUBLED_DRAIN_S if trouble else DRAIN_S)
+            result["tracking"] = self.tracker.finish(TROUBLED_DRAIN_S if trouble else drain_s)
         if written:
             with self.stop.ignored():
                 self._write(result)

@@ -15,6 +15,8 @@ import torch
 from conftest import Cli
 from waiting import finish, until
 
+from rl_pipeline.session import Evaluation
+
 QUICK = ("tracking=none", "log_every_s=0.2", "seed=1", "eval.every_steps=0", "eval.episodes=2")
 ENDLESS = (*QUICK, "total_steps=1e9")
 
@@ -358,3 +360,45 @@ def test_a_folder_that_cannot_be_made_is_told_before_work_starts(cli):
         assert "hydra.run.dir" in out.stderr
         assert "Traceback" not in out.stderr
     assert (cli.cwd / "file").read_text() == "mine"
+
+
+# -- evaluation -----------------------------------------------------------------------------------
+
+
+def test_ten_evaluations_are_the_default_and_a_fall_is_told(cli):
+    out = cli("tracking=none", "total_steps=2560", "seed=1", "eval.episodes=1", "eval.num_envs=1")
+    assert out.returncode == 0, out.stderr
+    (folder,) = cli.folders()
+    rows = [json.loads(x) for x in (folder / "metrics.jsonl").open()]
+    curve = {r["step"]: r["metrics"]["return/eval"] for r in rows if "return/eval" in r["metrics"]}
+    assert len(curve) == 10
+    found = result(cli)
+    assert found["counters"]["updates"] > 0
+    best = found["returns"]["best"]
+    assert best["eval_mean"] == max(curve.values()) == curve[best["env_steps"]]
+    assert found["throughput"]["env_steps_per_s"] > 0
+    assert ("fell from" in out.stdout) == best["fell"]
+
+
+def test_a_fall_is_more_than_the_scatter_of_the_games():
+    best = Evaluation(60_000, 441.0, 100.0, 20)
+    assert Evaluation(150_000, 154.0, 20.0, 20).surely_below(best)
+    assert not Evaluation(150_000, 430.0, 100.0, 20).surely_below(best)
+    assert not best.surely_below(best)
+
+
+def test_a_finished_run_whose_rows_are_not_shipped_is_finished_by_resume(cli):
+    out = cli("debug=short", "seed=1", "total_steps=600", "tracking.uri=http://127.0.0.1:9")
+    assert out.returncode == 0, out.stderr
+    (folder,) = cli.folders()
+    request = json.loads((folder / "tracking.json").read_text())
+    request["uri"] = f"sqlite:///{cli.cwd / 'mlflow.db'}"
+    until(lambda: not cli.brood.alive(), 120, "the end of the tracker")
+    (folder / "tracking.json").write_text(json.dumps(request))
+    out = cli(f"resume={folder}")
+    assert out.returncode == 0, out.stderr
+    assert "finished" in out.stdout
+    assert json.loads((folder / "mlflow.json").read_text())["finished"]
+    out = cli(f"resume={folder}")
+    assert out.returncode == 2
+    assert "has finished" in out.stderr
