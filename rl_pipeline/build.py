@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from rl_pipeline import checkpoint, config, jobs, runs
 from rl_pipeline.evaluate import evaluate
-from rl_pipeline.files import told, working_directory, write_json
+from rl_pipeline.files import Claim, told, working_directory, write_json
 from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
 from rl_pipeline.session import Session
 from rl_pipeline.settings import ConfigError, Settings
@@ -243,6 +243,8 @@ def make_session(
     }
     # Store the current overrides: a later resume starts from them.
     record["overrides"] = overrides
+    if claim := Claim.held.get(folder):
+        claim.begun = True
     write_json(folder / "run.json", record)
     tracker = make_tracker(settings, folder, facts)
     tracker.start()

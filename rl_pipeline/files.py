@@ -143,16 +143,22 @@ class Claim:
     held: ClassVar[dict[Path, Claim]] = {}
     """The claims of this process, by their folders."""
 
+    begun = False
+    """The run exists: what it writes stays."""
+
     def __init__(self, folder: Path) -> None:
         """Make the folder if need be, and lock it.
 
         Raises ConfigError where another process holds it, or where it cannot be made.
         """
-        self.folder = folder.absolute()
+        self.folder = Path(os.path.abspath(folder))
         self._made = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._before = {path.name for path in self.folder.iterdir()}
+            self._composed = {
+                path: path.read_bytes() for path in self.folder.glob(".hydra/*.yaml")
+            }
             self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             self._remove_empty()
@@ -182,20 +188,24 @@ class Claim:
                 f"hydra.run.dir={self.folder} cannot be used: {why_not(error)}"
             ) from None
 
-    def abandon(self) -> None:
-        """Take back what this process wrote into the folder, and the folder if it made that too."""
-        for name in set(OURS) - self._before:
-            with suppress(OSError):
-                _remove(self.folder / name)
-        self.release()
-        self._remove_empty()
-
     def release(self) -> None:
-        """Let others have the folder; a second call does nothing."""
-        if self.held.pop(self.folder, None):
-            with suppress(OSError):
-                give_room(self.folder)
-            self._close()
+        """Let others have the folder; a second call does nothing.
+
+        A run that never began is taken back: all it wrote, and the folder if it made that too.
+        """
+        if not self.held.pop(self.folder, None):
+            return
+        with suppress(OSError):
+            give_room(self.folder)
+        if not self.begun:
+            for name in set(OURS) - self._before:
+                with suppress(OSError):
+                    _remove(self.folder / name)
+            for path, content in self._composed.items():
+                with suppress(OSError):  # Hydra writes what it composed before anything is refused
+                    path.write_bytes(content)
+            self._remove_empty()
+        self._close()
 
     def _close(self) -> None:
         if self._lock >= 0:
@@ -219,10 +229,7 @@ def _clean(folder: Path) -> None:
 def end_claims() -> None:
     """Let go of all folders; one that no run has begun in is as it was before."""
     for claim in list(Claim.held.values()):
-        if (claim.folder / "run.json").exists():
-            claim.release()
-        else:
-            claim.abandon()
+        claim.release()
 
 
 def _remove(path: Path) -> None:

@@ -286,8 +286,10 @@ def test_checkpoints_that_are_all_damaged_are_refused_by_name(cli, stopped):
     paths[0].unlink()
     paths[0].mkdir()
     torch.save(["no", "checkpoint"], paths[1])
+    composed = (cli.cwd / "run" / ".hydra" / "config.yaml").read_bytes()
     out = cli("resume=run", "total_steps=4000")
     assert out.returncode == 2, out.stderr
+    assert (cli.cwd / "run" / ".hydra" / "config.yaml").read_bytes() == composed
     assert all(path.name in out.stderr for path in paths)
     assert "Traceback" not in out.stderr
     assert json.loads((cli.cwd / "run" / "result.json").read_text())["status"] == "finished"
