@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from rl_pipeline.config import near
@@ -20,6 +23,18 @@ def usage(model: type[Frozen]) -> str:
     return "\n".join(lines)
 
 
+def _value(text: str, kind: Any) -> Any:
+    """As Hydra reads numbers and null; a name stays the text it is: `%`, `2024` and `it's` too."""
+    if text == "null":
+        return None
+    if kind in (str, str | None, Path, Path | None):
+        return text
+    try:
+        return OmegaConf.from_dotlist([f"value={text}"])["value"]
+    except (yaml.YAMLError, OmegaConfBaseException):
+        return text
+
+
 Model = TypeVar("Model", bound=Frozen)
 
 
@@ -33,8 +48,7 @@ def parse(model: type[Model], argv: list[str]) -> Model:
             raise ConfigError(f"{argument} is no key=value")
         if key not in valid:
             raise ConfigError(f"{key} is no argument here{near(key, valid)}")
-        # As Hydra reads numbers and null; the rest stays the text it is.
-        values[key] = OmegaConf.from_dotlist([f"value={value}"])["value"]
+        values[key] = _value(value, model.model_fields[key].annotation)
     try:
         return model.model_validate(values)
     except ValidationError as error:

@@ -24,12 +24,15 @@ from pydantic import BaseModel, ValidationError
 
 from rl_pipeline.runs import (
     check_folder,
+    find_run,
     parse_overrides,
     run_dir,
     with_resumed_overrides,
     with_resumed_sweep,
 )
 from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.telemetry.redaction import redact
+from rl_pipeline.telemetry.stores import check_no_secrets
 
 PACKAGE = Path(__file__).parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
@@ -222,6 +225,7 @@ def refusing(
         message = str(error)
     except (HydraException, OmegaConfBaseException) as error:
         message = explain_composition(error)
+    message = redact(message)
     print("\n".join(f"error: {line}" for line in message.splitlines() if line), file=sys.stderr)
     print(f"       {hint}", file=sys.stderr)
     sys.exit(2)
@@ -240,6 +244,7 @@ def run_main(main: Callable[[], Any]) -> None:
         with refusing():
             _check_dashes(sys.argv[1:])
             sys.argv[1:] = with_resumed_sweep(with_resumed_overrides(sys.argv[1:]))
+            check_no_secrets(sys.argv[1:])
             main()
     except KeyboardInterrupt as stopped:
         print(f"stopped by {str(stopped) or 'SIGINT'}", file=sys.stderr)
@@ -275,6 +280,7 @@ class Gate(Callback):
         # Hydra turns exceptions of callbacks into warnings; the SystemExit of refusing() passes.
         with refusing():
             check_recipe(list(config.hydra.overrides.task))
+            check_no_secrets(OmegaConf.to_yaml(config).splitlines())
             settings = load(job_config(config))
             check_machine(settings)
             check_study(settings)
@@ -373,7 +379,8 @@ def check_machine(settings: Settings, here: bool = True) -> None:
     from importlib.metadata import version
     from importlib.util import find_spec
 
-    from rl_pipeline.telemetry.tracker import check_driver, redact, resolve
+    from rl_pipeline.telemetry import stores
+    from rl_pipeline.telemetry.tracker import kept_uri
 
     if settings.backend.name.startswith("envpool") and find_spec("envpool") is None:
         raise ConfigError(
@@ -384,14 +391,20 @@ def check_machine(settings: Settings, here: bool = True) -> None:
             "device=cuda cannot run here: this torch is built without CUDA; use device=cpu or "
             "device=auto"
         )
-    if settings.tracking.name == "none":
-        return
-    if settings.tracking.uri and redact(settings.tracking.uri) != settings.tracking.uri:
-        raise ConfigError(
-            "tracking.uri holds a password, which would be recorded with every run; set it as the "
-            "environment variable MLFLOW_TRACKING_URI and leave tracking.uri out"
-        )
+    tracking = settings.tracking
     try:
-        check_driver(resolve(settings.tracking, Path.cwd(), dict(os.environ))[0])
+        stores.check_no_secret("tracking.uri", tracking.uri)
+        if tracking.name == "none":
+            return
+        if settings.resume and not (tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")):
+            kept = kept_uri(find_run(settings.resume))
+            tracking = tracking.model_copy(update={"uri": kept})
+        uri = stores.resolve(tracking, Path.cwd(), dict(os.environ))[0]
+        stores.check_driver(uri, "tracking.uri" if tracking.uri else "MLFLOW_TRACKING_URI")
+        if database := stores.database_of(uri):
+            stores.check_database(database)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        told = str(error)
+        if isinstance(error, stores.StoreError):
+            told = f"tracking.uri: {told}; tracking=none trains without a store"
+        raise ConfigError(told) from None

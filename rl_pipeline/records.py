@@ -15,7 +15,8 @@ from rl_pipeline.config import near
 from rl_pipeline.processes import sweeps_elsewhere
 from rl_pipeline.runs import STUDY_FILE, flatten
 from rl_pipeline.settings import ConfigError
-from rl_pipeline.telemetry.final import final_metrics, machine_of
+from rl_pipeline.telemetry import orphans
+from rl_pipeline.telemetry.final import final_metrics, machine_of, part
 from rl_pipeline.telemetry.provenance import changed_code
 from rl_pipeline.telemetry.tracker import LOST, read_json
 
@@ -126,27 +127,34 @@ def _text(value: Any) -> str:
 
 
 def from_folder(folder: Path) -> RunRecord:
-    """The run in a run folder, or the job that left no more than its failure there."""
-    result = read_json(folder / "result.json")
-    begin = folder / "run.json"
-    settings = read_json(begin).get("settings")
+    """The run in a run folder, or the job that left no more than its failure there.
+
+    Of a damaged record what can be read is taken; the file is named where that is nothing.
+    """
+    path, begin, rows = folder / "result.json", folder / "run.json", folder / "metrics.jsonl"
+    result, settings = read_json(path), part(read_json(begin), "settings")
+    given = result.get("overrides")
+    overrides = tuple(map(str, given)) if isinstance(given, list) else ()
     if settings:
-        asked, other = canonical(flatten(settings), flatten(result.get("effective", {})))
+        asked, other = canonical(flatten(settings), flatten(part(result, "effective")))
     else:
-        asked, other = _of_overrides(result.get("overrides", [])), {}
-    reason, source = result.get("reason") or "", result.get("provenance", {})
-    rows = folder / "metrics.jsonl"
-    lines = rows.read_text().splitlines() if rows.exists() else []
+        asked, other = _of_overrides(overrides), {}
+    source, git = part(result, "provenance"), part(result, "provenance").get("git")
+    reason = str(result.get("reason") or "") if result else NO_RESULT
+    if path.exists() and not result:
+        reason = f"{path} is damaged"
+    lines = rows.read_text(errors="replace").split("\n") if rows.is_file() else []
+    status = result.get("status")
     return RunRecord(
-        id=result.get("run_id", folder.name),
-        name=result.get("name") or " ".join(result.get("overrides", [])) or folder.name,
-        status=result.get("status", "failed"), reason=reason if result else NO_RESULT,
+        id=str(result.get("run_id") or folder.name),
+        name=str(result.get("name") or " ".join(overrides) or folder.name),
+        status=status if status in ("finished", "failed", "killed") else "failed", reason=reason,
         settings=asked, requested=other, seed=str(result.get("seed", "")),
         machine=machine_of(result),
-        commit=_short(source.get("git") or "", bool(changed_code(source))),
+        commit=_short(git, bool(changed_code(source))) if isinstance(git, str) else "",
         started=begin.stat().st_mtime if begin.exists() else 0.0,
         tracked=(folder / "mlflow.json").exists(), whole=bool(settings),
-        overrides=tuple(result.get("overrides", ())), resumed="resume" in result,
+        overrides=overrides, resumed="resume" in result,
         final=final_metrics(result), curves=_curves(_parse(lines)),
     )  # fmt: skip
 
@@ -163,9 +171,16 @@ def from_sweep(folder: Path) -> StudyRecord:
     runs = [from_folder(job) for job in sorted(jobs, key=lambda p: int(p.name))]
     if sweeps_elsewhere(study):
         runs = [replace(r, status="running") if r.reason == NO_RESULT else r for r in runs]
+    if (folder / STUDY_FILE).exists() and not study:
+        print(f"{folder / STUDY_FILE} is damaged: what its sweep asked is not known")
+
+    def known(key: str, kind: Any) -> Any:
+        return study[key] if isinstance(study.get(key), kind) else None
+
     return StudyRecord(
-        study.get("name", folder.name), runs, study.get("parent_run_id"),
-        tuple(study.get("varied", ())), study.get("baseline"), study.get("threshold"),
+        known("name", str) or folder.name, runs, known("parent_run_id", str),
+        tuple(map(str, known("varied", list) or ())), known("baseline", str),
+        known("threshold", int | float),
     )  # fmt: skip
 
 
@@ -173,11 +188,11 @@ def _parse(lines: Iterable[str]) -> Iterable[tuple[str, int, float]]:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+            values = {k: float(v) for k, v in row["metrics"].items() if k in CURVES}
+            step = int(row["step"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             continue  # torn by a kill
-        for name, value in row["metrics"].items():
-            if name in CURVES:
-                yield name, row["step"], float(value)
+        yield from ((name, step, value) for name, value in values.items())
 
 
 def _curves(
@@ -207,12 +222,13 @@ def find_study(store: Store, study: str) -> tuple[str, list[Any], dict[str, str]
 
     Of several studies of one name the latest is meant. Raises ConfigError naming those there are.
     """
-    store.end_dead_studies()
-    parents = store.search("tags.kind = 'study'")
+    orphans.end_dead(store)
+    parents = [p for p in store.search("tags.kind = 'study'") if orphans.is_ours(p.data.tags)]
     named = [p for p in parents if study in (p.info.run_id, p.data.tags.get("study"))]
     if not named:
         # Single runs may belong to a study by study.name alone.
         loose = store.search(f"tags.study = '{_quoted(study)}'")
+        loose = [run for run in loose if run.data.tags.get("kind") != "study"]
         if loose:
             return study, loose, {}
         names = sorted({p.data.tags.get("study", p.info.run_id) for p in parents})

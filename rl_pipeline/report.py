@@ -7,12 +7,16 @@ import io
 import json
 import math
 import os
+import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+from rl_pipeline.telemetry.stores import database_of, uri_of
 
 if TYPE_CHECKING:
     from rl_pipeline.groups import Comparison, Group
@@ -141,9 +145,14 @@ def how_to_open(uri: str) -> str:
     """How to look at a store."""
     if uri.startswith("http"):
         return f"open {uri}"
-    if uri.startswith("sqlite:///") and uri == f"sqlite:///{Path.cwd() / 'mlflow.db'}":
+    if uri == uri_of(Path.cwd() / "mlflow.db"):
         return "make ui  (or: mlflow ui --backend-store-uri sqlite:///mlflow.db)"
-    return f"mlflow ui --backend-store-uri {uri}"
+    database = database_of(uri)
+    if database and "%" in uri and re.fullmatch(r"[\w.-]+", database.name):
+        # MLflow's server makes a folder of the quoted path: better none is in it.
+        folder = shlex.quote(str(database.parent))
+        return f"cd {folder} && mlflow ui --backend-store-uri sqlite:///{database.name}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
 
 
 def server_of(uri: str) -> str:

@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.telemetry.tracker import read_json
 
 FIXED_ON_RESUME = (
     "seed", "env", "backend.name", "backend.num_envs", "buffer.name", "buffer.capacity",
@@ -79,10 +80,9 @@ def find_run(name: str) -> Path:
     if (Path(name) / "run.json").exists():
         return Path(name)
     for folder in _run_folders():
-        if json.loads((folder / "run.json").read_text())["run_id"] == name:
-            return folder
-        mlflow = folder / "mlflow.json"
-        if mlflow.exists() and json.loads(mlflow.read_text()).get("run_id") == name:
+        # A damaged file is no reason not to find another run.
+        records = (read_json(folder / file) for file in ("run.json", "mlflow.json"))
+        if any(record.get("run_id") == name for record in records):
             return folder
     raise ConfigError(
         f"resume={name}: no such run; give a run folder (it holds run.json) or the id of a run "
@@ -131,8 +131,9 @@ def find_sweep(name: str) -> Path:
         return Path(name)
     found = []
     for path in Path("multirun").rglob(STUDY_FILE):
-        study = json.loads(path.read_text())
-        if name in (study["name"], study.get("parent_run_id")):
+        # A damaged one is no reason not to find another.
+        study = read_json(path)
+        if name in (study.get("name"), study.get("parent_run_id")):
             found.append((path.stat().st_mtime, path.parent))
     if found:
         return max(found)[1]
@@ -148,10 +149,17 @@ def with_resumed_sweep(argv: list[str]) -> list[str]:
     if not given or given[-1] is None or "hydra.mode=RUN" in argv:
         return argv
     folder = find_sweep(str(given[-1]))
-    study = json.loads((folder / STUDY_FILE).read_text())
-    saved, place = study["overrides"], config_dir(argv)
+    study, place = read_json(folder / STUDY_FILE), config_dir(argv)
+    saved, kept_place = study.get("overrides"), study.get("config_dir", [])
+    if not all(isinstance(x, list) and all(isinstance(o, str) for o in x)
+               for x in (saved, kept_place)):  # fmt: skip
+        raise ConfigError(
+            f"study.resume={given[-1]}: {folder / STUDY_FILE} is damaged, so its settings are not "
+            "known; begin the sweep anew in another folder"
+        )
+    assert isinstance(saved, list)
     argv = [a for a in argv if a not in place]
-    flags = [*(place or study.get("config_dir", [])), *(a for a in argv if a.startswith("-"))]
+    flags = [*(place or kept_place), *(a for a in argv if a.startswith("-"))]
     now = [a for a in argv if not a.startswith("-")]
     keys = {_key(a) for a in now}
     # Given twice, a swept key would be crossed with itself.
@@ -188,10 +196,10 @@ def finished_jobs(folder: Path) -> dict[frozenset[str], dict[str, Any]]:
     """
     done = {}
     for job in sorted(p for p in folder.iterdir() if p.name.isdigit()):
-        path = job / "result.json"
-        result = json.loads(path.read_text()) if path.exists() else {}
-        if result.get("status") == "finished":
-            done[frozenset(result["overrides"])] = result
+        result = read_json(job / "result.json")
+        overrides = result.get("overrides")
+        if result.get("status") == "finished" and isinstance(overrides, list):
+            done[frozenset(map(str, overrides))] = result
             continue
         aside = (folder / f"{job.name}.failed{i or ''}" for i in range(10**6))
         job.rename(next(p for p in aside if not p.exists()))

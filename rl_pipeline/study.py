@@ -20,6 +20,8 @@ from rl_pipeline.config import near, refusing, sweep_settings, varied_keys
 from rl_pipeline.processes import myself, sweeps_elsewhere
 from rl_pipeline.runs import STUDY_FILE, config_dir, flatten, has_run, parse_overrides, quote
 from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.telemetry.redaction import redact
+from rl_pipeline.telemetry.stores import check_no_secrets
 from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, read_json, trains
 
 _HANDED_ON = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
@@ -33,7 +35,7 @@ def _fatal(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, config)
         except Exception:
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), file=sys.stderr)
             self._end("failed")
             raise SystemExit(1) from None
 
@@ -51,6 +53,8 @@ class Study(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Create the parent run and tell the jobs about it."""
         with refusing():
+            # Hydra keeps all of it in multirun.yaml.
+            check_no_secrets(OmegaConf.to_yaml(config).splitlines())
             grid = sweep_settings(config)
             folder = Path(str(config.hydra.sweep.dir)).resolve()
             _check(config, grid, folder)
@@ -92,7 +96,6 @@ class Study(Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Compare, show and keep the answer, close the parent run, and fail if a job did."""
         from rl_pipeline import records, report
-        from rl_pipeline.telemetry.tracker import redact
 
         folder = Path(str(config.hydra.sweep.dir))
         study = records.from_sweep(folder)
@@ -285,7 +288,7 @@ def _tags(name: str, folder: Path, jobs: int, varied: list[str]) -> dict[str, st
     command = shlex.join(["python", "-m", "rl_pipeline.train", *sys.argv[1:]])
     return {
         "study": name, "kind": "study", "run_folder": str(folder),
-        # Who could tell that the sweep was killed: see Store.end_dead_studies.
+        # Who could tell that the sweep was killed: see orphans.py.
         "process": json.dumps(myself()),
         "mlflow.source.name": "rl_pipeline.train",
         "mlflow.source.type": "LOCAL",
