@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,3 +59,18 @@ def parse(model: type[Model], argv: list[str]) -> Model:
             for e in error.errors()
         ]
         raise ConfigError("\n".join(lines)) from None
+
+
+def store_uri(given: str | None) -> str:
+    """The store that a door reads; raises ConfigError for one that cannot be."""
+    from rl_pipeline.settings import TrackingSettings
+    from rl_pipeline.telemetry import stores
+
+    try:
+        stores.check_no_secret("uri", given)
+        store = TrackingSettings(name="mlflow", uri=given)
+        uri = stores.resolve(store, Path.cwd(), dict(os.environ))[0]
+        stores.check_driver(uri, "tracking.uri" if given else "MLFLOW_TRACKING_URI")
+        return uri
+    except ValueError as error:
+        raise ConfigError(str(error).replace("tracking.uri", "uri")) from None

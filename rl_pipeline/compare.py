@@ -67,7 +67,7 @@ class CompareSettings(Frozen):
 def run(settings: CompareSettings) -> None:
     """Compare, print, write, log."""
     _check_out(settings.out)
-    uri = uri_for(settings.uri)
+    uri = cli.store_uri(settings.uri)
 
     from rl_pipeline import comparison, records, report
     from rl_pipeline.telemetry import tracker
@@ -105,21 +105,6 @@ def _place(settings: CompareSettings) -> str:
     asked = settings.model_dump(include={"by", "baseline", "threshold", "margin", "steps"})
     words = [f"{key}={value}" for key, value in asked.items() if value is not None]
     return "-".join(["comparison", *re.findall(r"[\w.]+", " ".join(words))])
-
-
-def uri_for(given: str | None) -> str:
-    """The store that a door reads; raises ConfigError for one that cannot be."""
-    from rl_pipeline.settings import TrackingSettings
-    from rl_pipeline.telemetry import stores
-
-    try:
-        stores.check_no_secret("uri", given)
-        store = TrackingSettings(name="mlflow", uri=given)
-        uri = stores.resolve(store, Path.cwd(), dict(os.environ))[0]
-        stores.check_driver(uri, "tracking.uri" if given else "MLFLOW_TRACKING_URI")
-        return uri
-    except ValueError as error:
-        raise ConfigError(str(error).replace("tracking.uri", "uri")) from None
 
 
 def _read(uri: str, settings: CompareSettings) -> Any:

@@ -71,3 +71,20 @@ class Cli:
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
     return Cli(tmp_path)
+
+
+@pytest.fixture
+def trainer() -> Any:
+    """Starts processes that track and never end, and leaves none behind."""
+    from trust import Trainer
+
+    started: list[Trainer] = []
+
+    def start(run_dir: Path, uri: str) -> Trainer:
+        started.append(Trainer(run_dir, uri))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.kill()

@@ -32,15 +32,15 @@ def lock_of(database: Path) -> Any:
     return FileLock(f"{database}.lock", timeout=120)
 
 
-def prepare(uri: str, database: Path, must_exist: bool = False) -> None:
+def prepare(uri: str, database: Path, must_exist: bool = False, tidy: bool = True) -> None:
     """Have a sound store there; call while holding `lock_of(database)`, after importing mlflow.
 
-    Raises StoreError where there is none and none can be.
+    `tidy`: what others left is mended on the way. Raises StoreError where no store can be.
     """
     from mlflow.store.db.base_sql_model import Base
 
     for path, dead in leftovers(database):
-        if dead:
+        if dead and tidy:
             path.unlink(missing_ok=True)
     if must_exist and not database.exists():
         raise StoreError(
@@ -51,8 +51,9 @@ def prepare(uri: str, database: Path, must_exist: bool = False) -> None:
     if not database.exists():
         _make(database)
     _open_engine(uri)
-    with suppress(sqlite3.Error, OSError):  # a store that may only be read stays as it is
-        follow_artifacts(database)
+    if tidy:
+        with suppress(sqlite3.Error, OSError):  # a store that may only be read stays as it is
+            follow_artifacts(database)
 
 
 def _make(database: Path) -> None:

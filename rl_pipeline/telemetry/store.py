@@ -53,10 +53,10 @@ class Store:
     """MLflow's client, opened safely; counts its calls.
 
     A database file that is not there is made, unless it `must_exist`. Raises StoreError for one
-    that cannot work.
+    that cannot work. `tidy`: what dead processes left beside it is removed.
     """
 
-    def __init__(self, uri: str, must_exist: bool = False) -> None:
+    def __init__(self, uri: str, must_exist: bool = False, tidy: bool = True) -> None:
         quiet()
         load_client(uri)
         from mlflow.tracking.client import MlflowClient
@@ -70,7 +70,7 @@ class Store:
             self._lock = databases.lock_of(database)
         with self._lock:
             if database is not None:
-                databases.prepare(uri, database, must_exist)
+                databases.prepare(uri, database, must_exist, tidy)
             self._client = MlflowClient(tracking_uri=uri)
 
     @property
