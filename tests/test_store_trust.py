@@ -330,6 +330,23 @@ def test_foreign_runs_with_our_words_harm_no_comparison_and_stay_as_they_are(cli
     assert set(status.values()) == {"RUNNING"} and len(status) == len(FOREIGN)
 
 
+def test_jobs_that_failed_or_were_killed_are_in_no_average(tmp_path):
+    from rl_pipeline.telemetry import views
+    from rl_pipeline.telemetry.store import Store
+
+    store = Store(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = store.experiment_id("trust", None)
+    parent = store.run_id(experiment, {"started": 1.0, "run_name": "study", "tags": {}})
+    names = {}
+    for status in ("finished", "failed", "killed", None):
+        request = {"started": 1.0, "run_name": str(status), "tags": {}, "parent_run_id": parent}
+        names[store.run_id(experiment, request)] = str(status)
+        if status:
+            store.end(list(names)[-1], status, 2.0, {})
+    found = {names[run.info.run_id] for run in store.search(views.jobs_of(parent))}
+    assert found == {"finished", "None"}, "what still runs is seen, too"
+
+
 # -- a store that moved is found ------------------------------------------------------------------
 
 
@@ -535,15 +552,18 @@ def test_a_damaged_request_is_named(tmp_path, text):
         request_of(tmp_path)
 
 
-def test_a_damaged_request_is_written_anew_by_the_next_session(tmp_path):
+def test_a_damaged_request_is_written_anew_by_the_next_session(tmp_path, caplog):
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    track(tmp_path / "run", uri)
+    first = track(tmp_path / "run", uri)
     damage(tmp_path / "run" / "tracking.json", "folder")
+    assert kept_uri(tmp_path / "run") == uri
     command = [sys.executable, "-m", "rl_pipeline.telemetry.writer", str(tmp_path / "run")]
     out = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
     assert out.returncode == 2 and "tracking.json" in out.stdout + out.stderr
     assert "Traceback" not in out.stderr
-    assert track(tmp_path / "run", uri)["status"] == "FINISHED"
+    again = track(tmp_path / "run", uri)
+    assert again["status"] == "FINISHED" and again["run_id"] == first["run_id"]
+    assert "tracking.json is damaged" in caplog.text
 
 
 def test_bad_rows_cost_only_themselves(tmp_path):

@@ -49,8 +49,8 @@ def is_ours(tags: Mapping[str, str]) -> bool:
 def find(store: Store) -> list[Running]:
     """The runs of this machine that the store calls RUNNING, living and dead."""
     found = []
-    # A JSON list: most foreign runs stay in the store.
-    for run in store.search("attributes.status = 'RUNNING' and tags.process LIKE '[%'"):
+    # A JSON list: most foreign runs stay in the store. (A `[` is special to one of the databases.)
+    for run in store.search("attributes.status = 'RUNNING' and tags.process LIKE '%]'"):
         tags = run.data.tags
         process = processes.read(tags.get("process"))
         if process and is_ours(tags) and process[0] == processes.myself()[0]:

@@ -23,7 +23,7 @@ from typing import Any
 from rl_pipeline import processes
 from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry.databases import has_run
-from rl_pipeline.telemetry.redaction import redact
+from rl_pipeline.telemetry.redaction import HIDDEN, redact
 from rl_pipeline.telemetry.stores import StoreError, database_of, resolve, uri_of
 
 REQUEST_FILE = "tracking.json"
@@ -86,7 +86,10 @@ class Tracker:
     def start(self) -> None:
         """Write the request and launch the child; takes milliseconds, `ready` follows later."""
         result = self._run_dir / "result.json"
-        earlier = read_json(self._run_dir / REQUEST_FILE)
+        stale = result.stat().st_mtime_ns if result.exists() else None
+        earlier = read_json(path := self._run_dir / REQUEST_FILE)
+        if path.exists() and run_key_of(earlier) is None:
+            _log.warning("%s is damaged and written anew", path)
         host, pid, started = processes.myself()
         self._request |= {
             "host": host,
@@ -96,7 +99,7 @@ class Tracker:
             # The run is found by this key again if the child dies before it could note the run id.
             "run_key": run_key_of(earlier) or uuid.uuid4().hex,
             # A result left by the session that is being resumed says nothing about this one.
-            "stale_result_ns": result.stat().st_mtime_ns if result.exists() else None,
+            "stale_result_ns": stale,
         }
         self._request["tags"].setdefault("run_folder", str(self._run_dir))
         self._request["tags"]["process"] = json.dumps([host, pid, started])
@@ -296,9 +299,13 @@ def kept_uri(run_dir: Path) -> str | None:
     of the run.
     """
     request, run_dir = read_json(run_dir / REQUEST_FILE), run_dir.absolute()
-    uri, run_id = request.get("uri"), read_json(run_dir / STATE_FILE).get("run_id")
+    state = read_json(run_dir / STATE_FILE)
+    uri, run_id = request.get("uri"), state.get("run_id")
     if not isinstance(uri, str):
-        return None
+        # The other file shows it without its password, if it had one.
+        uri = state.get("uri")
+        if not isinstance(uri, str) or HIDDEN in uri:
+            return None
     try:
         database = database_of(uri)
     except ValueError:
