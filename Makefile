@@ -6,6 +6,8 @@ ARGS ?=
 TASKS ?=
 PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY = true
+# What runs jobs for others costs 13 processes and 2.6 GB, and nothing here asks for it.
+export MLFLOW_SERVER_ENABLE_JOB_EXECUTION = false
 
 .DEFAULT_GOAL := help
 .PHONY: help $(shell sed -nE 's/^([a-z-]+):.*/\1/p' $(MAKEFILE_LIST))
@@ -41,7 +43,11 @@ setup-sweep: setup ## Add Optuna and Hydra's sweeper for it
 	$(PY) -m pip install -q -c constraints.txt -e '.[sweep]'
 
 ui: setup ## Open the MLflow UI on http://127.0.0.1:5000 (PORT=)
-	$(VENV)/bin/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT)
+	$(VENV)/bin/mlflow ui --backend-store-uri sqlite:///mlflow.db --host 127.0.0.1 --port $(PORT) \
+	    --workers 1
+
+doctor: setup ## Mend what killed runs left behind (ARGS="fix=false" only tells)
+	$(PY) -m rl_pipeline.doctor $(ARGS)
 
 precision-compile: setup ## What precision and compilation give (30 minutes; QUICK=1: 2)
 	$(PY) -m experiments.precision_compile.updates
@@ -52,7 +58,7 @@ gpu-check: setup ## Every learner x precision x compile mode on the GPU, on stan
 
 server: setup ## Start an MLflow server (sqlite, loopback) that many machines or jobs write to
 	$(VENV)/bin/mlflow server --backend-store-uri sqlite:///mlflow-server.db \
-	    --artifacts-destination ./mlartifacts-server --host 127.0.0.1 --port $(PORT)
+	    --artifacts-destination ./mlartifacts-server --host 127.0.0.1 --port $(PORT) --workers 1
 
 try-postgres: setup ## Sweep and compare on a PostgreSQL store: PG=postgresql://user:password@host/db
 	$(PY) -m pip install -q -c constraints.txt -e '.[postgres]'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shlex
@@ -26,7 +25,7 @@ from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import Progress
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.telemetry.recorder import Recorder
-from rl_pipeline.telemetry.tracker import NullTracker, Tracker
+from rl_pipeline.telemetry.tracker import NullTracker, Tracker, kept_uri
 from rl_pipeline.terminal import say
 from rl_pipeline.training import make_training
 from rl_pipeline.types import Learner, VecEnv
@@ -81,10 +80,9 @@ def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tra
     study = facts["study"]
     git = facts["provenance"]["git"]
     tracking = settings.tracking
-    resumed = folder / "tracking.json"
-    if tracking.uri is None and resumed.exists() and "MLFLOW_TRACKING_URI" not in os.environ:
+    if not (tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")):
         # A run stays where it began, also when it is resumed from another directory.
-        tracking = tracking.model_copy(update={"uri": json.loads(resumed.read_text())["uri"]})
+        tracking = tracking.model_copy(update={"uri": kept_uri(folder)})
     tags = {
         "run_id": facts["run_id"],
         "run_folder": str(folder.resolve()),

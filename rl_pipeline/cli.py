@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import os
+from pathlib import Path
+from typing import Any, TypeVar
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from yaml import YAMLError
 
 from rl_pipeline.config import near
+from rl_pipeline.files import working_directory
 from rl_pipeline.settings import ConfigError, Frozen
 
 
@@ -20,6 +23,18 @@ def usage(model: type[Frozen]) -> str:
         for name, field in model.model_fields.items()
     ]
     return "\n".join(lines)
+
+
+def _value(text: str, kind: Any) -> Any:
+    """As Hydra reads numbers and null; a name stays the text it is: `%`, `2024` and `it's` too."""
+    if text == "null":
+        return None
+    if kind in (str, str | None, Path, Path | None):
+        return text
+    try:
+        return OmegaConf.from_dotlist([f"value={text}"])["value"]
+    except (yaml.YAMLError, OmegaConfBaseException):
+        return text
 
 
 Model = TypeVar("Model", bound=Frozen)
@@ -35,11 +50,7 @@ def parse(model: type[Model], argv: list[str]) -> Model:
             raise ConfigError(f"{argument} is no key=value")
         if key not in valid:
             raise ConfigError(f"{key} is no argument here{near(key, valid)}")
-        # As Hydra reads numbers and null; the rest stays the text it is.
-        try:
-            values[key] = OmegaConf.from_dotlist([f"value={value}"])["value"]
-        except (YAMLError, OmegaConfBaseException):
-            values[key] = value
+        values[key] = _value(value, model.model_fields[key].annotation)
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -49,3 +60,18 @@ def parse(model: type[Model], argv: list[str]) -> Model:
             for e in error.errors()
         ]
         raise ConfigError("\n".join(lines)) from None
+
+
+def store_uri(given: str | None) -> str:
+    """The store that a door reads; raises ConfigError for one that cannot be."""
+    from rl_pipeline.settings import TrackingSettings
+    from rl_pipeline.telemetry import stores
+
+    try:
+        stores.check_no_secret("uri", given)
+        store = TrackingSettings(name="mlflow", uri=given)
+        uri = stores.resolve(store, working_directory(), dict(os.environ))[0]
+        stores.check_driver(uri, "tracking.uri" if given else "MLFLOW_TRACKING_URI")
+        return uri
+    except ValueError as error:
+        raise ConfigError(str(error).replace("tracking.uri", "uri")) from None

@@ -67,11 +67,13 @@ class CompareSettings(Frozen):
 
 def run(settings: CompareSettings) -> None:
     """Compare, print, write, log."""
+    _check_out(settings.out)
+    uri = cli.store_uri(settings.uri)
+
     from rl_pipeline import comparison, records, report
     from rl_pipeline.telemetry import tracker
     from rl_pipeline.telemetry.store import quiet
 
-    uri = _uri(settings)
     if settings.folder is not None:
         study = records.from_sweep(settings.folder)
     else:
@@ -86,7 +88,10 @@ def run(settings: CompareSettings) -> None:
         study, settings.by, baseline, threshold, settings.margin, settings.steps
     )
     report.print_comparison(found)
-    files = report.write_comparison(found, settings.out)
+    try:
+        files = report.write_comparison(found, settings.out)
+    except OSError as error:
+        raise ConfigError(f"out={settings.out}: {error.strerror or error}") from None
     print(f"page    {settings.out / 'index.html'}")
     parent = {"uri": uri, "run_id": study.parent_id or ""}
     ours = settings.folder is None and study.parent_id
@@ -103,31 +108,37 @@ def _place(settings: CompareSettings) -> str:
     return "-".join(["comparison", *re.findall(r"[\w.]+", " ".join(words))])
 
 
-def _uri(settings: CompareSettings) -> str:
-    from rl_pipeline.settings import TrackingSettings
-    from rl_pipeline.telemetry.tracker import check_driver, resolve
-
-    try:
-        store = TrackingSettings(name="mlflow", uri=settings.uri)
-        uri = resolve(store, Path.cwd(), dict(os.environ))[0]
-        check_driver(uri)
-        return uri
-    except ValueError as error:
-        raise ConfigError(str(error).replace("tracking.uri", "uri")) from None
-
-
 def _read(uri: str, settings: CompareSettings) -> Any:
+    from rl_pipeline.telemetry import stores
+    from rl_pipeline.telemetry.redaction import redact
+
+    path = stores.database_of(uri)
+    if path is not None:
+        if not path.exists():
+            raise ConfigError(f"there is no store {path}; give uri=... or folder=<multirun folder>")
+        try:
+            stores.check_database(path)
+        except stores.StoreError as error:
+            raise ConfigError(f"uri: {error}") from None
+
     from rl_pipeline import records
     from rl_pipeline.telemetry.store import Store, one_line, trouble_kinds
-    from rl_pipeline.telemetry.tracker import redact
 
-    path = Path(uri.split(":///", 1)[1]) if uri.startswith("sqlite") else None
-    if path is not None and not path.exists():
-        raise ConfigError(f"there is no store {path}; give uri=... or folder=<multirun folder>")
     try:
-        return records.from_store(Store(uri), settings.study, settings.runs)
+        return records.from_store(Store(uri, must_exist=True), settings.study, settings.runs)
+    except ConfigError:
+        raise
     except trouble_kinds() as error:
-        raise ConfigError(f"uri={redact(uri)}: {one_line(error)}") from None
+        raise ConfigError(f"uri={redact(uri, uri)}: {one_line(error, uri)}") from None
+
+
+def _check_out(out: Path) -> None:
+    """Refuse a folder that cannot be one, before the reading: it takes a while."""
+    above = next((p for p in (out.absolute(), *out.absolute().parents) if p.exists()), out)
+    if not above.is_dir():
+        raise ConfigError(f"out={out}: {above} is no folder; give the name of a folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"out={out}: you may not write in {above}; choose another folder")
 
 
 def main() -> None:

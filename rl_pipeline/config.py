@@ -28,6 +28,7 @@ from rl_pipeline.files import working_directory
 from rl_pipeline.runs import (
     check_resume,
     claim_folder,
+    find_run,
     is_done,
     is_unshipped,
     parse_overrides,
@@ -36,6 +37,7 @@ from rl_pipeline.runs import (
     with_resumed_sweep,
 )
 from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.telemetry.stores import check_no_secrets
 
 PACKAGE = Path(__file__).parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
@@ -240,7 +242,7 @@ def refusing(
 def run_main(main: Callable[[], Any]) -> None:
     """Call a Hydra entrypoint; its exit code says how it ended, whoever raised what."""
     terminal.steady_streams()
-    working_directory()  # fixed here, before an environment or Hydra changes it
+    working_directory(fix=True)
     OmegaConf.register_new_resolver("run_dir", run_dir, replace=True)
     # Hydra would print composition errors itself, in its own words.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -251,6 +253,7 @@ def run_main(main: Callable[[], Any]) -> None:
             _die_with_the_sweep()
             _check_dashes(sys.argv[1:])
             sys.argv[1:] = with_resumed_sweep(with_resumed_overrides(sys.argv[1:]))
+            check_no_secrets(sys.argv[1:])
             main()
         code = 0
     except (stop.Killed, KeyboardInterrupt) as error:
@@ -295,6 +298,7 @@ class Gate(Callback):
         # Hydra turns exceptions of callbacks into warnings; the SystemExit of refusing() passes.
         with refusing():
             check_recipe(list(config.hydra.overrides.task))
+            check_no_secrets(OmegaConf.to_yaml(config).splitlines())
             settings = load(job_config(config))
             check_machine(settings)
             check_study(settings)
@@ -347,7 +351,7 @@ def recipe_of(algo: str, env: str) -> str:
 
 def _option_file(group: str, option: str) -> Path | None:
     """Where an option of a group is written down, ours or the user's."""
-    files = (folder / group / f"{option}.yaml" for folder in (CONF, Path.cwd() / "conf"))
+    files = (folder / group / f"{option}.yaml" for folder in (CONF, working_directory() / "conf"))
     return next((file for file in files if file.exists()), None)
 
 
@@ -409,7 +413,8 @@ def check_machine(settings: Settings, here: bool = True) -> None:
     from importlib.metadata import version
     from importlib.util import find_spec
 
-    from rl_pipeline.telemetry.tracker import check_driver, redact, resolve
+    from rl_pipeline.telemetry import stores
+    from rl_pipeline.telemetry.tracker import kept_uri
 
     if settings.backend.name.startswith("envpool") and find_spec("envpool") is None:
         raise ConfigError(
@@ -420,14 +425,20 @@ def check_machine(settings: Settings, here: bool = True) -> None:
             "device=cuda cannot run here: this torch is built without CUDA; use device=cpu or "
             "device=auto"
         )
-    if settings.tracking.name == "none":
-        return
-    if settings.tracking.uri and redact(settings.tracking.uri) != settings.tracking.uri:
-        raise ConfigError(
-            "tracking.uri holds a password, which would be recorded with every run; set it as the "
-            "environment variable MLFLOW_TRACKING_URI and leave tracking.uri out"
-        )
+    tracking = settings.tracking
     try:
-        check_driver(resolve(settings.tracking, working_directory(), dict(os.environ))[0])
+        stores.check_no_secret("tracking.uri", tracking.uri)
+        if tracking.name == "none":
+            return
+        if settings.resume and not (tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")):
+            kept = kept_uri(find_run(settings.resume))
+            tracking = tracking.model_copy(update={"uri": kept})
+        uri = stores.resolve(tracking, working_directory(), dict(os.environ))[0]
+        stores.check_driver(uri, "tracking.uri" if tracking.uri else "MLFLOW_TRACKING_URI")
+        if database := stores.database_of(uri):
+            stores.check_database(database)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        told = str(error)
+        if isinstance(error, stores.StoreError):
+            told = f"tracking.uri: {told}; tracking=none trains without a store"
+        raise ConfigError(told) from None

@@ -9,7 +9,6 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -29,27 +28,38 @@ OURS = (
 """All that a run writes into its folder."""
 
 
-@cache
-def working_directory() -> Path:
-    """The directory one works in: fixed at the first call, whatever an environment does later."""
-    return Path.cwd()
+def working_directory(fix: bool = False) -> Path:
+    """The directory one works in.
+
+    A door fixes it once, before anything of the run can change it: environments and Hydra do.
+    """
+    global _fixed
+    if fix:
+        _fixed = Path.cwd()
+    return _fixed or Path.cwd()
+
+
+_fixed: Path | None = None
 
 
 # -- writing and reading --------------------------------------------------------------------------
 
 
 @contextmanager
-def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` at the end of the block, on disk and whole.
+def replacing(path: Path, mode: int = 0o644, sync: bool = True) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of `path` at the end of the block, whole.
 
     A reader sees the old or the new content; whatever goes wrong leaves the old one and no more.
+    With `sync` it is on disk before: a power failure cannot leave half of it.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    partial.unlink(missing_ok=True)  # an earlier process of this id may have made it readable
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
@@ -58,9 +68,9 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         raise
 
 
-def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
+def write_json(path: Path, value: Any, mode: int = 0o644, sync: bool = True) -> None:
     """Write JSON whole or not at all: others poll for such files."""
-    with replacing(path, mode) as file:
+    with replacing(path, mode, sync) as file:
         file.write((json.dumps(value, indent=1) + "\n").encode())
 
 
@@ -156,9 +166,7 @@ class Claim:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._before = {path.name for path in self.folder.iterdir()}
-            self._composed = {
-                path: path.read_bytes() for path in self.folder.glob(".hydra/*.yaml")
-            }
+            self._composed = {path: path.read_bytes() for path in self.folder.glob(".hydra/*.yaml")}
             self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             self._remove_empty()
@@ -174,13 +182,13 @@ class Claim:
             ) from None
         except OSError:
             pass  # a file system without locks (some network ones): the folder's files still speak
-        _clean(self.folder)
         # A worker forked later would hold the lock beyond the death of this process.
         os.register_at_fork(after_in_child=self._close)
         self.held[self.folder] = self
 
     def keep_room(self) -> None:
         """Set room aside; raises ConfigError on a disk that is full or cannot be written."""
+        _clean(self.folder)
         try:
             keep_room(self.folder)
         except OSError as error:

@@ -16,6 +16,7 @@ from rl_pipeline.config import near
 from rl_pipeline.processes import sweeps_elsewhere
 from rl_pipeline.runs import STUDY_FILE, flatten
 from rl_pipeline.settings import ConfigError
+from rl_pipeline.telemetry import orphans
 from rl_pipeline.telemetry.final import final_metrics, machine_of
 from rl_pipeline.telemetry.provenance import changed_code
 from rl_pipeline.telemetry.tracker import LOST
@@ -176,6 +177,12 @@ def from_sweep(folder: Path) -> StudyRecord:
     runs = [from_folder(job) for job in sorted(jobs, key=lambda p: int(p.name))]
     if study.get("process") and sweeps_elsewhere(study):
         runs = [replace(r, status="running") if r.reason == NO_RESULT else r for r in runs]
+    if (folder / STUDY_FILE).exists() and not study:
+        print(f"{folder / STUDY_FILE} is damaged: what its sweep asked is not known")
+
+    def known(key: str, kind: Any) -> Any:
+        return study[key] if isinstance(study.get(key), kind) else None
+
     return StudyRecord(
         study.get("name") or folder.name, runs, study.get("parent_run_id"),
         tuple(study.get("varied", ())), study.get("baseline"), study.get("threshold"),
@@ -241,12 +248,13 @@ def find_study(store: Store, study: str) -> tuple[str, list[Any], dict[str, str]
 
     Of several studies of one name the latest is meant. Raises ConfigError naming those there are.
     """
-    store.end_dead_studies()
-    parents = store.search("tags.kind = 'study'")
+    orphans.end_dead(store)
+    parents = [p for p in store.search("tags.kind = 'study'") if orphans.is_ours(p.data.tags)]
     named = [p for p in parents if study in (p.info.run_id, p.data.tags.get("study"))]
     if not named:
         # Single runs may belong to a study by study.name alone.
         loose = store.search(f"tags.study = '{_quoted(study)}'")
+        loose = [run for run in loose if run.data.tags.get("kind") != "study"]
         if loose:
             return study, loose, {}
         names = sorted({p.data.tags.get("study", p.info.run_id) for p in parents})

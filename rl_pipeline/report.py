@@ -17,6 +17,7 @@ from rich.table import Table
 
 from rl_pipeline.escape import in_a_row, plain
 from rl_pipeline.files import working_directory
+from rl_pipeline.telemetry.stores import database_of, uri_of
 from rl_pipeline.terminal import shown_path
 
 if TYPE_CHECKING:
@@ -159,9 +160,14 @@ def how_to_open(uri: str) -> str:
     """How to look at a store."""
     if uri.startswith("http"):
         return f"open {uri}"
-    if uri.startswith("sqlite:///") and uri == f"sqlite:///{working_directory() / 'mlflow.db'}":
+    if uri == uri_of(working_directory() / "mlflow.db"):
         return "make ui  (or: mlflow ui --backend-store-uri sqlite:///mlflow.db)"
-    return f"mlflow ui --backend-store-uri {uri}"
+    database = database_of(uri)
+    if database and "%" in uri and re.fullmatch(r"[\w.-]+", database.name):
+        # MLflow's server makes a folder of the quoted path: better none is in it.
+        folder = shlex.quote(str(database.parent))
+        return f"cd {folder} && mlflow ui --backend-store-uri sqlite:///{database.name}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
 
 
 def server_of(uri: str) -> str:

@@ -199,12 +199,16 @@ def study_of(folder: Path) -> dict[str, Any]:
     path = folder / STUDY_FILE
     trouble = damage(path)
     study = read_json(path)
-    texts = study.get("overrides")
-    if not trouble and not (isinstance(texts, list) and all(isinstance(t, str) for t in texts)):
+    lists = [study.get("overrides"), study.setdefault("config_dir", [])]
+    if not trouble and not all(isinstance(x, list) and all(map(_is_text, x)) for x in lists):
         trouble = f"{path} is damaged: it does not say what the sweep was"
     if trouble:
         raise ConfigError(f"study.resume={folder}: {trouble}; start a new sweep")
     return study
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def with_resumed_sweep(argv: list[str]) -> list[str]:

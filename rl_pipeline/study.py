@@ -17,10 +17,13 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rl_pipeline.config import near, refusing, sweep_settings, varied_keys
+from rl_pipeline.files import read_json, working_directory, write_json
 from rl_pipeline.processes import myself, sweeps_elsewhere
 from rl_pipeline.runs import STUDY_FILE, config_dir, flatten, has_run, parse_overrides, quote
 from rl_pipeline.settings import ConfigError, Settings
-from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, read_json, trains
+from rl_pipeline.telemetry.redaction import redact
+from rl_pipeline.telemetry.stores import check_no_secrets
+from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, trains
 from rl_pipeline.terminal import command, say, shown_path
 
 _HANDED_ON = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
@@ -34,7 +37,7 @@ def _fatal(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, config)
         except Exception:
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), file=sys.stderr)
             self._end("failed")
             raise SystemExit(1) from None
 
@@ -52,6 +55,8 @@ class Study(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Create the parent run and tell the jobs about it."""
         with refusing():
+            # Hydra keeps all of it in multirun.yaml.
+            check_no_secrets(OmegaConf.to_yaml(config).splitlines())
             grid = sweep_settings(config)
             folder = Path(str(config.hydra.sweep.dir)).resolve()
             _check(config, grid, folder)
@@ -68,7 +73,7 @@ class Study(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         place = config_dir(sys.argv)
         study = read_json(folder / STUDY_FILE) | {
-            "name": name, "varied": varied, "folder": str(folder), "cwd": str(Path.cwd()),
+            "name": name, "varied": varied, "folder": str(folder), "cwd": str(working_directory()),
             "overrides": [a for a in sys.argv[1:] if a not in place and not a.startswith("-")],
             "config_dir": place, "process": myself(),
             "baseline": self._settings.baseline, "threshold": self._settings.threshold,
@@ -78,11 +83,11 @@ class Study(Callback):
 
             self._parent = tracker.create_parent(
                 grid[0].tracking, name, _tags(name, folder, _jobs(config, grid), varied),
-                _params(config, grid, varied), Path.cwd(), study.get("parent_run_id"),
+                _params(config, grid, varied), working_directory(), study.get("parent_run_id"),
             )  # fmt: skip
         if self._parent:
             study["parent_run_id"] = self._parent["run_id"]
-        (folder / STUDY_FILE).write_text(json.dumps(study, indent=1) + "\n")
+        write_json(folder / STUDY_FILE, study)
         self._open, self._folder = True, folder
         self._resumable = _ordered_by_us(config) and _is_grid(config)
         # An interrupted or crashed sweep never reaches on_multirun_end.
@@ -93,7 +98,6 @@ class Study(Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Compare, show and keep the answer, close the parent run, and fail if a job did."""
         from rl_pipeline import records, report
-        from rl_pipeline.telemetry.tracker import redact
 
         folder = Path(str(config.hydra.sweep.dir))
         study = records.from_sweep(folder)
@@ -284,7 +288,7 @@ def _tags(name: str, folder: Path, jobs: int, varied: list[str]) -> dict[str, st
     command = shlex.join(["python", "-m", "rl_pipeline.train", *sys.argv[1:]])
     return {
         "study": name, "kind": "study", "run_folder": str(folder),
-        # Who could tell that the sweep was killed: see Store.end_dead_studies.
+        # Who could tell that the sweep was killed: see orphans.py.
         "process": json.dumps(myself()),
         "mlflow.source.name": "rl_pipeline.train",
         "mlflow.source.type": "LOCAL",

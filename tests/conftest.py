@@ -102,3 +102,20 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
         until(lambda: not cli.brood.alive(), 15, "the end of all that the test started")
     finally:
         cli.brood.end()
+
+
+@pytest.fixture
+def trainer() -> Any:
+    """Starts processes that track and never end, and leaves none behind."""
+    from trust import Trainer
+
+    started: list[Trainer] = []
+
+    def start(run_dir: Path, uri: str) -> Trainer:
+        started.append(Trainer(run_dir, uri))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.kill()

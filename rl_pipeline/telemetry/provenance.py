@@ -45,7 +45,9 @@ def provenance(cwd: Path) -> dict[str, Any]:
 
 def changed_code(facts: Mapping[str, Any]) -> list[str]:
     """Of `dirty_files` all but results, texts and logs, which do not make the code another one."""
-    return [name for name in facts.get("dirty_files") or [] if not _NO_CODE.match(name)]
+    files = facts.get("dirty_files")
+    names = map(str, files) if isinstance(files, list) else ()
+    return [name for name in names if not _NO_CODE.match(name)]
 
 
 def _git(cwd: Path, *arguments: str) -> str | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import getpass
-import json
 import logging
 import os
 import re
-import socket
 import time
 import warnings
 from collections.abc import Mapping
@@ -15,10 +13,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from rl_pipeline.processes import alive
-from rl_pipeline.telemetry import views
+from rl_pipeline.telemetry import databases, views
+from rl_pipeline.telemetry.redaction import redact
+from rl_pipeline.telemetry.stores import StoreError, check_database, database_of
 from rl_pipeline.telemetry.tail import store_name
 
 PARAM_CHARS, TAG_CHARS, PARAMS_PER_CALL = 6000, 5000, 100
@@ -44,23 +41,36 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-class Store:
-    """MLflow's client, opened safely; counts its calls."""
+def load_client(uri: str) -> None:
+    """Import what opens a store: seconds, in which no store is asked."""
+    import mlflow.tracking.client  # noqa: F401
 
-    def __init__(self, uri: str) -> None:
+    if database_of(uri):
+        import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
+
+
+class Store:
+    """MLflow's client, opened safely; counts its calls.
+
+    A database file that is not there is made, unless it `must_exist`. Raises StoreError for one
+    that cannot work. `tidy`: what dead processes left beside it is removed.
+    """
+
+    def __init__(self, uri: str, must_exist: bool = False, tidy: bool = True) -> None:
+        quiet()
+        load_client(uri)
         from mlflow.tracking.client import MlflowClient
 
-        quiet()
         self.calls = 0
         self._lock: Any = nullcontext()
-        if uri.startswith("sqlite"):
-            import mlflow.store.tracking.sqlalchemy_store  # noqa: F401  (slow: before the lock)
-
-            database = Path(uri.split(":///", 1)[1])
-            database.parent.mkdir(parents=True, exist_ok=True)
-            # Children that meet on a fresh database would all migrate it, and all but one fail.
-            self._lock = FileLock(f"{database}.lock", timeout=120)
+        database = database_of(uri)
+        if database is not None:
+            check_database(database)
+            # Children that meet on a fresh database would all make it.
+            self._lock = databases.lock_of(database)
         with self._lock:
+            if database is not None:
+                databases.prepare(uri, database, must_exist, tidy)
             self._client = MlflowClient(tracking_uri=uri)
 
     @property
@@ -95,7 +105,7 @@ class Store:
         key = request.get("run_key")
         if key:
             found = self.client.search_runs([experiment_id], f"tags.run_key = '{key}'")
-            if found and self.reopen(found[0].info.run_id):
+            if found and self.reopen(found[0].info.run_id, request["tags"]):
                 return str(found[0].info.run_id)
         started_ms = int(request["started"] * 1000)
         run = self.client.create_run(experiment_id, started_ms, _tags(request), request["run_name"])
@@ -147,11 +157,15 @@ class Store:
         if metrics:
             self.log(run_id, metrics=metrics)
 
-    def reopen(self, run_id: str) -> bool:
+    def reopen(self, run_id: str, tags: Mapping[str, str]) -> bool:
         """Set the run RUNNING again; False if the store does not have it (any more)."""
         from mlflow.exceptions import MlflowException
 
         try:
+            # First who runs it now: others end what runs without a living process.
+            for key in ("process", "writer"):
+                if key in tags:
+                    self.client.set_tag(run_id, key, tags[key])
             self.client.update_run(run_id, status="RUNNING")
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
@@ -173,13 +187,6 @@ class Store:
             if not token:
                 return found
 
-    def end_dead_studies(self) -> None:
-        """Mark studies as killed whose sweep died on this machine without a chance to say so."""
-        for run in self.search("tags.kind = 'study' and attributes.status = 'RUNNING'"):
-            host, pid, started = json.loads(run.data.tags.get("process", '["", 0, 0]'))
-            if host == socket.gethostname() and not alive(host, pid, started):
-                self.end(run.info.run_id, "killed", time.time(), {"reason": "the sweep died"})
-
     def end(self, run_id: str, status: object, end_s: float, tags: Mapping[str, str]) -> str:
         """Set the run's last tags and its final status; returns the latter."""
         for key, value in tags.items():
@@ -196,7 +203,7 @@ def trouble_kinds() -> tuple[type[BaseException], ...]:
     from requests import RequestException
     from sqlalchemy.exc import SQLAlchemyError
 
-    return MlflowException, RequestException, SQLAlchemyError, CommandError, OSError
+    return MlflowException, RequestException, SQLAlchemyError, CommandError, OSError, StoreError
 
 
 def _tags(request: Mapping[str, Any]) -> dict[str, str]:
@@ -220,10 +227,10 @@ def _text(value: object) -> str:
     )
 
 
-def one_line(error: BaseException) -> str:
-    """An error in at most 400 characters."""
+def one_line(error: BaseException, *uris: str) -> str:
+    """An error in at most 400 characters, without the passwords of `uris` or of any other."""
     # SQLAlchemy adds its whole statement to what went wrong.
-    text = " ".join(str(error).split()).split(" [SQL:")[0]
+    text = " ".join(redact(str(error), *uris).split()).split(" [SQL:")[0]
     return f"{type(error).__name__}: {text}"[:400]
 
 

@@ -15,6 +15,7 @@ CALL_VALUES = 999
 BATCH_VALUES = 960
 # MLflow stores +inf as 1.8e308, which ruins every plot; what is beyond this counts as non-finite.
 LARGEST = 1e300
+LARGEST_INT = 2**63
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Tail:
         self._names: dict[str, int] = {}
         self._seen: dict[int, int] = {}  # step -> one bit per name
         # A file shorter than what was shipped was replaced: begin again.
-        begin = offset if path.exists() and path.stat().st_size >= offset else 0
+        begin = offset if path.is_file() and path.stat().st_size >= offset >= 0 else 0
         self._last = Batch(begin, count)
         # A resumed trainer repeats the steps after its checkpoint; the store must not have both.
         for line, _ in self._lines(0, begin):
@@ -57,7 +58,7 @@ class Tail:
         return batch
 
     def _lines(self, start: int, stop: float = float("inf")) -> Iterator[tuple[bytes, int]]:
-        if not self._path.exists():
+        if not self._path.is_file():
             return
         with open(self._path, "rb") as file:
             file.seek(start)
@@ -70,9 +71,11 @@ class Tail:
         try:
             row = json.loads(line)
             step, time_ms = int(row["step"]), int(row["time"] * 1000)
+            if not (abs(step) < LARGEST_INT and abs(time_ms) < LARGEST_INT):
+                raise ValueError("more than a database's integer")
             # float() also reads the words inf, -inf and nan; null means that there is no value.
             values = {store_name(k): float(v) for k, v in row["metrics"].items() if v is not None}
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             self.skipped += 1  # torn by a killed trainer; the rows around it are good
             return 0
         bad = {name: value for name, value in values.items() if not abs(value) <= LARGEST}

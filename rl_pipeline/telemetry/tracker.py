@@ -11,18 +11,21 @@ import contextlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from rl_pipeline.processes import alive, myself
+from rl_pipeline import processes
+from rl_pipeline.files import read_json, working_directory, write_json
 from rl_pipeline.settings import TrackingSettings
+from rl_pipeline.telemetry.databases import has_run
+from rl_pipeline.telemetry.redaction import HIDDEN, redact
+from rl_pipeline.telemetry.stores import StoreError, database_of, resolve, uri_of
 
 REQUEST_FILE = "tracking.json"
 LOST = "lost_jobs"
@@ -30,74 +33,11 @@ LOST = "lost_jobs"
 STATE_FILE = "mlflow.json"
 LOG_FILE = "tracking.log"
 _WRITER = "rl_pipeline.telemetry.writer"
-_SCHEMES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks"}
+PATIENCE_S = 8.0
+"""How long a store that is in trouble or does not answer keeps a finished run."""
 _log = logging.getLogger(__name__)
 
 Params = Mapping[str, "str | int | float | bool | None"]
-
-
-def resolve(
-    settings: TrackingSettings, cwd: Path, environ: Mapping[str, str]
-) -> tuple[str, str, Path | None]:
-    """The store's URI, the experiment's name, and the artifact folder where the store has none.
-
-    Raises ValueError for a store that cannot work, before any work starts.
-    """
-    assert settings.name != "none", "tracking=none has no store"
-    experiment = settings.experiment or environ.get("MLFLOW_EXPERIMENT_NAME") or "rl_pipeline"
-    uri = settings.uri or environ.get("MLFLOW_TRACKING_URI")
-    if not uri:
-        if settings.name == "server":
-            raise ValueError(
-                "tracking=server does not know its server: set tracking.uri=http://host:5000 or "
-                "the environment variable MLFLOW_TRACKING_URI, or use tracking=mlflow"
-            )
-        uri = f"sqlite:///{cwd / 'mlflow.db'}"
-    origin = f"tracking.uri={uri}" if settings.uri else f"MLFLOW_TRACKING_URI={uri}"
-    # `postgresql+psycopg2://` names a driver behind the plus.
-    scheme = uri.split(":", 1)[0].split("+")[0] if ":" in uri else uri
-    if scheme == "file" or not (":" in uri or scheme == "databricks"):
-        folder = cwd / urlsplit(uri).path
-        raise ValueError(
-            f"{origin} is a folder, and MLflow dropped its file stores; keep a database in it "
-            f"instead: tracking.uri=sqlite:///{folder / 'mlflow.db'}"
-        )
-    plugins = {point.name for point in entry_points(group="mlflow.tracking_store")}
-    if scheme not in _SCHEMES | plugins:
-        raise ValueError(
-            f"{origin}: MLflow has no store of kind `{scheme}:`; the kinds here are "
-            f"{', '.join(sorted(_SCHEMES | plugins))}"
-        )
-    if scheme == "sqlite":
-        path = uri.split(":///", 1)[-1]
-        if not path or ":memory:" in path or "///" not in uri:
-            raise ValueError(f"{origin} names no file; use tracking.uri=sqlite:////path/mlflow.db")
-        database = Path(os.path.normpath(cwd / path))
-        return f"{uri.split(':', 1)[0]}:///{database}", experiment, database.parent / "mlartifacts"
-    if scheme in ("postgresql", "mysql", "mssql"):
-        return uri, experiment, cwd / "mlartifacts"
-    return uri, experiment, None
-
-
-def check_driver(uri: str) -> None:
-    """Raise ValueError if the package that talks to this database is not installed."""
-    if not uri.startswith(("postgresql", "mysql", "mssql")):
-        return
-    from sqlalchemy.engine import make_url
-
-    try:
-        make_url(uri).get_dialect().import_dbapi()
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{redact(uri)} needs the package {error.name}; for PostgreSQL: "
-            "pip install 'rl_pipeline[postgres]'"
-        ) from None
-
-
-def redact(uri: str) -> str:
-    """`uri` without its password, for everything that is shown or published."""
-    password = urlsplit(uri).password
-    return uri.replace(f":{password}@", ":***@") if password else uri
 
 
 class NullTracker:
@@ -134,7 +74,9 @@ class Tracker:
         self._run_dir = Path(run_dir).absolute()
         self._process: subprocess.Popen[bytes] | None = None
         self._start_trouble: str | None = None
-        self._request = _request(settings, run_name, tags, params, Path.cwd()) | {
+        self._request = _request(settings, run_name, tags, params, working_directory())
+        self._request |= {
+            "store": hint_of(database_of(self._request["uri"]), self._run_dir, working_directory()),
             "parent_run_id": parent_run_id,
             "flush_s": settings.flush_s,
             "drain_s": drain_s,
@@ -145,18 +87,25 @@ class Tracker:
     def start(self) -> None:
         """Write the request and launch the child; takes milliseconds, `ready` follows later."""
         result = self._run_dir / "result.json"
-        earlier = read_json(self._run_dir / REQUEST_FILE)
-        host, pid, started = myself()
+        stale = result.stat().st_mtime_ns if result.exists() else None
+        earlier = read_json(path := self._run_dir / REQUEST_FILE)
+        if path.exists() and run_key_of(earlier) is None:
+            _log.warning("%s is damaged and written anew", path)
+        host, pid, started = processes.myself()
         self._request |= {
             "host": host,
             "pid": pid,
             "pid_started": started,
             "started": time.time(),
             # The run is found by this key again if the child dies before it could note the run id.
-            "run_key": earlier.get("run_key", uuid.uuid4().hex),
+            "run_key": run_key_of(earlier) or uuid.uuid4().hex,
             # A result left by the session that is being resumed says nothing about this one.
-            "stale_result_ns": result.stat().st_mtime_ns if result.exists() else None,
+            "stale_result_ns": stale,
         }
+        self._request["tags"].setdefault("run_folder", str(self._run_dir))
+        self._request["tags"]["process"] = json.dumps([host, pid, started])
+        for name in (REQUEST_FILE, STATE_FILE):
+            _clear(self._run_dir / name)
         # Only for its owner: the URI may carry a password.
         write_json(self._run_dir / REQUEST_FILE, self._request, mode=0o600)
         try:
@@ -172,7 +121,7 @@ class Tracker:
                     start_new_session=True,
                 )
         except OSError as error:
-            self._start_trouble = f"the tracking process did not start: {error}"
+            self._start_trouble = redact(f"the tracking process did not start: {error}")
             _log.warning(self._start_trouble)
 
     @property
@@ -203,8 +152,7 @@ class Tracker:
         with contextlib.suppress(OSError, ValueError):  # the child is gone; a second call
             self._process.stdin.write(b"end\n")
             self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
+        self._wait(timeout_s)
         state = self.state()
         state["pending"] = not state.get("finished", False)
         if state["pending"]:
@@ -217,6 +165,19 @@ class Tracker:
                 *(trouble, self._run_dir, _WRITER, self._run_dir),
             )
         return state
+
+    def _wait(self, timeout_s: float) -> None:
+        """Until the child has ended, `timeout_s` passed, or the store was given its chance."""
+        assert self._process is not None
+        begin = time.monotonic()
+        while (passed := time.monotonic() - begin) < timeout_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(min(0.5, timeout_s - passed))
+                return
+            state = self.state()
+            silent = time.time() - (_number(state.get("asked_at")) or time.time()) > PATIENCE_S
+            if (state.get("trouble") or silent) and passed > PATIENCE_S:
+                return
 
 
 def create_parent(
@@ -263,14 +224,14 @@ def _request(
         "experiment": experiment,
         "artifact_root": str(artifact_root) if artifact_root else None,
         "run_name": name,
-        "params": dict(params),
-        "tags": dict(tags),
+        "params": {k: redact(v, uri) if isinstance(v, str) else v for k, v in params.items()},
+        "tags": {key: redact(value, uri) for key, value in tags.items()},
         "cwd": str(cwd),
     }
 
 
 def _ask_writer(option: str, request: dict[str, Any]) -> dict[str, str] | None:
-    command = [sys.executable, "-m", _WRITER, option]
+    command, uri = [sys.executable, "-m", _WRITER, option], request["uri"]
     try:
         answer = subprocess.run(
             command,
@@ -282,14 +243,15 @@ def _ask_writer(option: str, request: dict[str, Any]) -> dict[str, str] | None:
             start_new_session=True,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        _log.warning("MLflow (%s): %s", redact(request["uri"]), error)
+        # Of a child that took too long the error has the command, and not what it was asked.
+        _log.warning("MLflow (%s): %s", redact(uri, uri), redact(str(error), uri))
         return None
     if answer.returncode:
         lines = answer.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        _log.warning("MLflow (%s): %s", redact(request["uri"]), lines[-1])
+        _log.warning("MLflow (%s): %s", redact(uri, uri), redact(lines[-1], uri))
         return None
     reply: dict[str, str] = json.loads(answer.stdout.decode().splitlines()[-1])
-    return reply
+    return reply | {"uri": uri}
 
 
 def _child_environment() -> dict[str, str]:
@@ -314,21 +276,87 @@ def _child_environment() -> dict[str, str]:
 
 def trains(request: Mapping[str, Any]) -> bool:
     """Whether the process that wrote this REQUEST_FILE still runs, on this machine."""
-    return bool(request) and alive(*(request[k] for k in ("host", "pid", "pid_started")))
+    process = processes.read([request.get(key) for key in ("host", "pid", "pid_started")])
+    return process is not None and processes.alive(*process)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; {} if there is none."""
+# -- where a run's store is -----------------------------------------------------------------------
+
+
+def hint_of(database: Path | None, run_dir: Path, cwd: Path) -> str | None:
+    """The way from a run's folder to its store, where both would be moved together."""
+    if database is None:
+        return None
+    together = database.parent in run_dir.parents or (
+        cwd in database.parents and cwd in run_dir.parents
+    )
+    return os.path.relpath(database, run_dir) if together else None
+
+
+def kept_uri(run_dir: Path) -> str | None:
+    """The store that a run began in, found again where both were moved; None if that is unknown.
+
+    Raises StoreError where the store is gone: a new and empty one in its place would have nothing
+    of the run.
+    """
+    request, run_dir = read_json(run_dir / REQUEST_FILE), run_dir.absolute()
+    state = read_json(run_dir / STATE_FILE)
+    uri, run_id = request.get("uri"), state.get("run_id")
+    if not isinstance(uri, str):
+        # The other file shows it without its password, if it had one.
+        uri = state.get("uri")
+        if not isinstance(uri, str) or HIDDEN in uri:
+            return None
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        database = database_of(uri)
+    except ValueError:
+        return None
+    if database is None:
+        return uri
+    options = uri.partition("?")[2]
+    places = [database]
+    if isinstance(hint := _hint(request, database), str):
+        places.insert(0, Path(os.path.normpath(run_dir / hint)))
+    there = [place for place in places if place.is_file()]
+    ours = [place for place in there if isinstance(run_id, str) and has_run(place, run_id)]
+    if found := ours or there:
+        return uri_of(found[0], options)
+    if not run_id:  # it never came so far
+        return uri_of(next((p for p in places if p.parent.is_dir()), database), options)
+    raise StoreError(
+        f"the store of this run, {database}, is not there (any more), nor beside the run; where "
+        "it is now, say with tracking.uri=sqlite:////folder/mlflow.db"
+    )
 
 
-def write_json(path: Path, value: dict[str, Any], mode: int = 0o644) -> None:
-    """Replace `path` at once; a reader sees the old or the new text, never half of one."""
-    partial = path.with_name(f"{path.name}.tmp")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
-        json.dump(value, file, indent=1)
-    os.replace(partial, path)
+def run_key_of(request: Mapping[str, Any]) -> str | None:
+    """The key by which a store knows a run, from its REQUEST_FILE."""
+    key = request.get("run_key")
+    return key if isinstance(key, str) and re.fullmatch("[0-9a-f]{32}", key) else None
+
+
+def _hint(request: Mapping[str, Any], database: Path) -> object:
+    if "store" in request:
+        return request["store"]
+    # A run of an earlier version knows where it was itself.
+    tags = request.get("tags")
+    folder = tags.get("run_folder") if isinstance(tags, dict) else None
+    cwd = request.get("cwd")
+    if not isinstance(folder, str) or not isinstance(cwd, str):
+        return None
+    return hint_of(database, Path(folder), Path(cwd))
+
+
+# -- files of a run's folder ----------------------------------------------------------------------
+
+
+def _clear(path: Path) -> None:
+    """Put a folder aside that stands in a file's place."""
+    if path.is_dir() and not path.is_symlink():
+        aside = (path.with_name(f"{path.name}.damaged{i or ''}") for i in range(10**6))
+        path.rename(free := next(p for p in aside if not p.exists()))
+        _log.warning("%s is a folder; it was put aside as %s", path, free.name)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -33,8 +33,13 @@ _SCATTER = ("result/env_steps_per_s", "result/eval_mean")
 
 
 def jobs_of(parent_run_id: str) -> str:
-    """The filter that leaves the jobs of a study, each on a line of its own."""
-    return f"tags.mlflow.parentRunId = '{parent_run_id}'"
+    """The filter that leaves the jobs of a study, each on a line of its own.
+
+    Without those that failed or were killed: a group's average would have them beside the runs
+    that made them good. The comparison in the parent's artifacts names them.
+    """
+    bad = " and ".join(f"attributes.status != '{status}'" for status in ("FAILED", "KILLED"))
+    return f"tags.mlflow.parentRunId = '{parent_run_id}' and {bad}"
 
 
 def view_state(search: str, group_by: Sequence[str] = ()) -> str:

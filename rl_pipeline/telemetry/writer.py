@@ -16,67 +16,94 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from rl_pipeline.telemetry import views
+from rl_pipeline import processes
+from rl_pipeline.files import read_json, write_json
+from rl_pipeline.telemetry import orphans, views
+from rl_pipeline.telemetry.databases import ARTIFACTS
 from rl_pipeline.telemetry.final import final_metrics, machine_of
-from rl_pipeline.telemetry.store import TAG_CHARS, Store, one_line, quiet, say, trouble_kinds
+from rl_pipeline.telemetry.redaction import redact
+from rl_pipeline.telemetry.store import (
+    TAG_CHARS,
+    Store,
+    load_client,
+    one_line,
+    quiet,
+    say,
+    trouble_kinds,
+)
+from rl_pipeline.telemetry.stores import StoreError, database_of
 from rl_pipeline.telemetry.tail import CALL_VALUES, Batch, Tail
 from rl_pipeline.telemetry.tracker import (
     REQUEST_FILE,
     STATE_FILE,
-    read_json,
-    redact,
+    kept_uri,
     trains,
-    write_json,
 )
+
+LOCK_FILE = ".writer.lock"
 
 
 class Shipper:
     """Ships one run folder; `run()` returns an exit code."""
 
     def __init__(self, run_dir: Path, follow: bool) -> None:
-        self._dir, self._follow = run_dir, follow
-        self._request = read_json(run_dir / REQUEST_FILE)
-        self._state = read_json(run_dir / STATE_FILE)
-        if self._state.get("uri") != redact(self._request["uri"]):
-            self._state = {}  # another store has nothing of this run yet
-        self._state |= {"uri": redact(self._request["uri"]), "writer_pid": os.getpid()}
+        self._dir, self._follow, self._request = run_dir, follow, request_of(run_dir)
+        uri = self._request["uri"]
+        self._state, same = _earlier_state(run_dir, redact(uri, uri))
+        # One that had this run and is gone was moved: an empty one would have nothing of it.
+        self._must_exist = same and "run_id" in self._state
+        self._state |= {"uri": redact(uri, uri), "writer_pid": os.getpid()}
         self._state |= {"ready": False, "finished": False, "trouble": None, "calls": 0, "values": 0}
         self._state |= {"startup_s": None, "startup_cpu_s": None, "cpu_s": 0.0, "refused": 0}
+        self._state["writer"] = processes.myself()
+        self._request["tags"]["writer"] = json.dumps(self._state["writer"])
         # The trainer's launch counts, where there is one: the interpreter's own start is in it.
         self._began = self._request["started"] if follow else time.time()
         self._ended, self._deadline = False, float("inf")
         self._store: Store | None = None
         self._calls_before = 0
+        self._tidied = False
         self._tail: Tail | None = None
         self._pending: Batch | None = None
         self._monitor: Any = None
         self._sampled: list[tuple[str, float, int, int]] = []
 
+    @property
+    def uri(self) -> str:
+        """The store."""
+        return str(self._request["uri"])
+
     def run(self) -> int:
         """Ship until the trainer has ended and everything is in the store, or `drain_s` passed."""
         backoff_s = 1.0
         trouble = trouble_kinds()
+        hopeless = False
         while True:
             try:
                 if self._store is None:
                     self._open()
                 self._ship()
+                if not self._tidied:
+                    self._tidy()
                 if self._ended:
                     self._finish()
                     return 0
-                pause_s, backoff_s = self._request["flush_s"], 1.0
+                pause_s, backoff_s, hopeless = self._request["flush_s"], 1.0, False
             except trouble as error:
                 self._note_trouble(error)
                 pause_s = min(backoff_s, 5.0 if self._ended else 60.0)
                 backoff_s *= 2
-            if time.monotonic() > self._deadline:
+                hopeless = isinstance(error, StoreError)
+            # What cannot work is not waited for, once nobody can mend it meanwhile.
+            if time.monotonic() > self._deadline or (hopeless and self._over()):
                 say(f"gave up; the rest is in {self._dir}, ship it with this same command later")
                 return 3
             self._wait(pause_s)
@@ -84,17 +111,23 @@ class Shipper:
 
     def _open(self) -> None:
         request = self._request
-        store = Store(request["uri"])
+        load_client(request["uri"])
+        # To make a database, or to wait for who makes it, is the machine's work and no silence.
+        self._ask(60.0 if database_of(request["uri"]) else 0.0)
+        store = Store(request["uri"], self._must_exist)
+        self._must_exist = False
         experiment_id = store.experiment_id(request["experiment"], request["artifact_root"])
         known: str | None = self._state.get("run_id")
-        resumed = known is not None and store.reopen(known)
+        resumed = known is not None and store.reopen(known, request["tags"])
         run_id = known if known and resumed else store.run_id(experiment_id, request)
         if not resumed:
             self._state |= {"offset": 0, "nonfinite": 0, "nonfinite_keys": {}}
             self._tail = self._pending = None
+        for key, nothing in {"offset": 0, "nonfinite": 0, "nonfinite_keys": {}}.items():
+            self._state.setdefault(key, nothing)
         self._state |= {"run_id": run_id, "experiment_id": experiment_id, "status": "RUNNING"}
         self._store = store
-        self._publish()
+        self._ask()
         store.describe(run_id, request)
         self._tail = self._tail or Tail(
             self._dir / "metrics.jsonl", self._state["offset"], self._state["nonfinite"]
@@ -133,13 +166,36 @@ class Shipper:
         while more:
             batch = self._pending = self._pending or self._tail.next() or self._no_rows()
             if batch is not None:
+                self._ask()
                 self._send(batch)
                 self._state |= {"offset": batch.offset, "nonfinite": batch.count}
             if self._state["trouble"]:
                 say("the store answers again")
             self._state |= {"trouble": None, "skipped_rows": self._tail.skipped}
-            self._publish()
+            self._rest()
             self._pending, more = None, batch is not None
+
+    def _tidy(self) -> None:
+        """End what died on this machine without a word; a courtesy to others, tried once."""
+        self._tidied = True
+        assert self._store is not None
+        self._ask()
+        try:
+            for run in orphans.find(self._store):
+                if not run.lives:
+                    say(f"{run.name} ({run.run_id}) died: {orphans.end(self._store, run)}")
+        except trouble_kinds() as error:
+            say(f"runs that died were not looked for: {one_line(error, self._request['uri'])}")
+        self._rest()
+
+    def _ask(self, extra_s: float = 0.0) -> None:
+        """Note that the store is asked now: who waits can tell a slow one from a silent one."""
+        self._state["asked_at"] = time.time() + extra_s
+        self._publish()
+
+    def _rest(self) -> None:
+        self._state["asked_at"] = None
+        self._publish()
 
     def _no_rows(self) -> Batch | None:
         """What carries samples where training writes nothing for a while."""
@@ -164,17 +220,22 @@ class Shipper:
             say(f"the store refused {len(metrics)} values: {refusal}")
 
     def _ship_config(self) -> None:
-        assert self._store is not None
         for path in sorted(self._dir.glob(".hydra/*.yaml")):
-            self._store.client.log_artifact(self._state["run_id"], str(path), "config")
+            self._artifact(path, "config")
+
+    def _artifact(self, path: Path, folder: str | None = None) -> None:
+        assert self._store is not None
+        # A large file is not silence: a megabyte a second.
+        self._ask(path.stat().st_size / 1e6)
+        self._store.client.log_artifact(self._state["run_id"], str(path), folder)
 
     def _finish(self) -> None:
         assert self._store is not None
         run_id, result = self._state["run_id"], self._result()
         self._ship_config()
         for name in ("result.json", "metrics.jsonl"):
-            if (self._dir / name).exists():
-                self._store.client.log_artifact(run_id, str(self._dir / name))
+            if (self._dir / name).is_file():
+                self._artifact(self._dir / name)
         died: dict[str, Any] = {
             "status": "failed",
             "reason": "the training process died without a word",
@@ -184,50 +245,52 @@ class Shipper:
         end_s = last_words.stat().st_mtime if last_words.exists() else time.time()
         result = result or died
         tags = {"reason": str(result["reason"])} if result.get("reason") else {}
-        tags |= {"machine": machine_of(result)} | self._ship_model(run_id)
+        tags |= {"machine": machine_of(result)} | self._ship_model()
         # What took effect is known for sure at the end only (compile.fallback).
-        if compiled := result.get("effective", {}).get("compile"):
+        effective = result.get("effective")
+        if compiled := effective.get("compile") if isinstance(effective, dict) else None:
             tags["effective.compile"] = compiled
         if "resume" in result:
             tags["resumed"] = "true"
+        tags = {key: redact(str(value), self._request["uri"]) for key, value in tags.items()}
+        self._ask()
         self._store.log_final(run_id, final_metrics(result), int(end_s * 1000))
         status = self._store.end(run_id, result.get("status"), end_s, tags)
         self._state |= {"status": status, "finished": True}
         self._publish()
 
-    def _ship_model(self, run_id: str) -> dict[str, str]:
+    def _ship_model(self) -> dict[str, str]:
         """The best checkpoint as an artifact; a tag that says so where it is too large for one."""
         best, limit = self._dir / "checkpoints" / "best.pt", self._request["max_artifact_bytes"]
-        if not best.exists() or not limit:
+        if not best.is_file() or not limit:
             return {}
-        assert self._store is not None
         size = best.stat().st_size
         if size > limit:
             return {"model_not_logged": f"{size:,} bytes, tracking.max_artifact_bytes={limit:,}"}
-        self._store.client.log_artifact(run_id, str(best), "model")
+        self._artifact(best, "model")
         return {}
 
     def _result(self) -> dict[str, Any]:
         """This session's result.json; {} before it is written."""
-        path = self._dir / "result.json"
-        if not path.exists() or path.stat().st_mtime_ns == self._request["stale_result_ns"]:
-            return {}
-        return read_json(path)
+        return orphans.result_of(self._dir, self._request)
 
     def _wait(self, seconds: float) -> None:
         """Sleep, but wake at once when the trainer ends."""
         if self._ended:
             time.sleep(seconds)
-            return
-        if self._follow:
-            over = bool(select.select([sys.stdin], [], [], seconds)[0])
-        else:
-            over = bool(self._result())
-        over = over or not trains(self._request)
-        if over:
-            self._ended, self._deadline = True, time.monotonic() + self._request["drain_s"]
-        elif not self._follow:
+        elif not self._over(seconds if self._follow else 0.0) and not self._follow:
             time.sleep(seconds)
+
+    def _over(self, seconds: float = 0.0) -> bool:
+        """Whether the trainer has ended, or does within `seconds`."""
+        if not self._ended:
+            if self._follow:
+                over = bool(select.select([sys.stdin], [], [], seconds)[0])
+            else:
+                over = bool(self._result())
+            if over or not trains(self._request):
+                self._ended, self._deadline = True, time.monotonic() + self._request["drain_s"]
+        return self._ended
 
     def _note_ready(self) -> None:
         if not self._state["ready"]:
@@ -239,10 +302,10 @@ class Shipper:
         self._publish()
 
     def _note_trouble(self, error: BaseException) -> None:
-        text = one_line(error).replace(self._request["uri"], self._state["uri"])
+        text = one_line(error, self._request["uri"])
         if not self._state["trouble"]:
             say(f"{text}; trying again until it works, rows stay in {self._dir}")
-        self._state["trouble"] = text
+        self._state |= {"trouble": text, "asked_at": None}
         self._stop_monitor()
         if self._store is not None:
             self._calls_before += self._store.calls
@@ -259,26 +322,80 @@ class Shipper:
         calls = self._calls_before + (self._store.calls if self._store else 0)
         cpu_s = time.process_time() - (self._state["startup_cpu_s"] or time.process_time())
         self._state |= {"calls": calls, "cpu_s": round(cpu_s, 4)}
-        write_json(self._dir / STATE_FILE, self._state)
+        write_json(self._dir / STATE_FILE, self._state, sync=False)
+
+
+def request_of(run_dir: Path) -> dict[str, Any]:
+    """The request of a run folder, whole; raises StoreError naming the file that is damaged."""
+    path = run_dir / REQUEST_FILE
+    request: dict[str, Any] = _DEFAULTS | read_json(path)
+    odd = [key for key, kinds in _KINDS.items() if not isinstance(request.get(key), kinds)]
+    if odd:
+        raise StoreError(
+            f"{path} is damaged (its {odd[0]}), so nobody can tell where this run belongs: resume "
+            "the run, which writes the file anew"
+        )
+    uri = kept_uri(run_dir) or request["uri"]
+    if uri != request["uri"] and (database := database_of(uri)):
+        request |= {"uri": uri, "artifact_root": str(database.parent / ARTIFACTS)}
+    return request
+
+
+_KINDS: dict[str, Any] = {
+    "uri": str, "experiment": str, "run_name": str, "params": dict, "tags": dict,
+    "started": int | float, "flush_s": int | float, "drain_s": int | float,
+    "max_artifact_bytes": int, "artifact_root": str | None,
+}  # fmt: skip
+_DEFAULTS = {"artifact_root": None, "system_metrics": False, "stale_result_ns": None}
+
+
+def _earlier_state(run_dir: Path, uri: str) -> tuple[dict[str, Any], bool]:
+    """What an earlier writer noted, and whether that was of this store."""
+    state = read_json(run_dir / STATE_FILE)
+    if not isinstance(state.get("run_id"), str):
+        return {}, False
+    known: dict[str, Any] = {"run_id": state["run_id"]}
+    kinds = {"offset": int, "nonfinite": int, "nonfinite_keys": dict}
+    if state.get("uri") != uri:
+        # Moved or copied, if it has that run at all: what it has of its rows is not known.
+        return known, False
+    if all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
+        known |= {key: state[key] for key in kinds}
+    return known, True
+
+
+@contextmanager
+def told_without_secrets(uri: str) -> Iterator[None]:
+    """An error of an unexpected kind is shown as Python shows it, without the passwords in it."""
+    try:
+        yield
+    except Exception:
+        print(redact(traceback.format_exc(), uri), file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def create_parent(request: Mapping[str, Any]) -> dict[str, str]:
-    """Create a sweep's run, or go on in the one it has: {run_id, experiment_id, uri}."""
+    """Create a sweep's run, or go on in the one it has: {run_id, experiment_id}."""
     store = Store(request["uri"])
     experiment_id = store.experiment_id(request["experiment"], request["artifact_root"])
-    store.end_dead_studies()
+    orphans.end_dead(store)
     known = request["known"]
-    run_id = known if known and store.reopen(known) else store.run_id(experiment_id, request)
+    run_id = (
+        known
+        if known and store.reopen(known, request["tags"])
+        else store.run_id(experiment_id, request)
+    )
     store.describe(run_id, request)
     groups = request["params"].get("grouped_by", "")
     view = views.view_state(views.jobs_of(run_id), groups.split(",") if groups else ())
     store.client.set_experiment_tag(experiment_id, views.TAG + run_id, view)
-    return {"run_id": run_id, "experiment_id": experiment_id, "uri": request["uri"]}
+    return {"run_id": run_id, "experiment_id": str(experiment_id)}
 
 
 def end_run(request: Mapping[str, Any]) -> dict[str, str]:
     """Log the last tags and artifacts of a sweep's run; end it, if `status` says how."""
-    store, run_id = Store(request["uri"]), request["run_id"]
+    store, run_id = Store(request["uri"], must_exist=True), request["run_id"]
     for path in request["artifacts"]:
         store.client.log_artifact(run_id, path, request["artifact_path"])
     for key, value in request["tags"].items():
@@ -301,24 +418,34 @@ def main() -> int:
     quiet()
     if options.create_parent or options.end_run:
         answer = create_parent if options.create_parent else end_run
-        try:
-            print(json.dumps(answer(json.load(sys.stdin))))
-        except trouble_kinds() as error:
-            print(one_line(error), file=sys.stderr)
-            return 1
+        request = json.load(sys.stdin)
+        with told_without_secrets(request["uri"]):
+            try:
+                print(json.dumps(answer(request)))
+            except trouble_kinds() as error:
+                print(one_line(error, request["uri"]), file=sys.stderr)
+                return 1
         return 0
     if options.run_dir is None or not (options.run_dir / REQUEST_FILE).exists():
         parser.error(f"give a run folder with {REQUEST_FILE} in it")
     run_dir = options.run_dir.absolute()
-    lock = FileLock(run_dir / ".writer.lock")
+    lock = FileLock(run_dir / LOCK_FILE)
     try:
         # The writer of the session before may still drain.
         lock.acquire(timeout=120 if options.follow else 0)
     except Timeout:
         say(f"another process is shipping {run_dir} already")
         return 4
-    with lock:
-        return Shipper(run_dir, options.follow).run()
+    try:
+        shipper = Shipper(run_dir, options.follow)
+        with told_without_secrets(shipper.uri):
+            return shipper.run()
+    except StoreError as error:
+        say(str(error))
+        return 2
+    finally:
+        (run_dir / LOCK_FILE).unlink(missing_ok=True)  # while it is held: nobody takes it for free
+        lock.release()
 
 
 if __name__ == "__main__":

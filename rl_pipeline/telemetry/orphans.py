@@ -1,0 +1,105 @@
+"""Runs and sweeps that a store calls RUNNING although their processes died: they are ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_pipeline import processes
+from rl_pipeline.files import read_json
+from rl_pipeline.telemetry.tracker import REQUEST_FILE, STATE_FILE, run_key_of, trains
+
+if TYPE_CHECKING:
+    from rl_pipeline.telemetry.store import Store
+
+DIED = "the training process died without ending the run"
+SWEEP_DIED = "the sweep died"
+_ENDS = ("finished", "failed", "killed")
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run of ours that began on this machine and has no end in the store."""
+
+    run_id: str
+    name: str
+    lives: bool
+    tags: Mapping[str, str]
+
+    @property
+    def folder(self) -> Path:
+        """Where it ran."""
+        return Path(self.tags["run_folder"])
+
+    @property
+    def is_study(self) -> bool:
+        """Whether it is the parent of a sweep's jobs."""
+        return self.tags.get("kind") == "study"
+
+
+def is_ours(tags: Mapping[str, str]) -> bool:
+    """Whether a run has the tags that all of ours have: others may use the same words."""
+    own = tags.get("kind") == "study" and "study" in tags
+    own = own or run_key_of(tags) is not None
+    return own and "run_folder" in tags and processes.read(tags.get("process")) is not None
+
+
+def find(store: Store) -> list[Running]:
+    """The runs of this machine that the store calls RUNNING, living and dead."""
+    found = []
+    # A JSON list: most foreign runs stay in the store. (A `[` is special to one of the databases.)
+    for run in store.search("attributes.status = 'RUNNING' and tags.process LIKE '%]'"):
+        tags = run.data.tags
+        process = processes.read(tags.get("process"))
+        if process and is_ours(tags) and process[0] == processes.myself()[0]:
+            found.append(Running(run.info.run_id, run.info.run_name, _lives(tags), tags))
+    return found
+
+
+def _lives(tags: Mapping[str, str]) -> bool:
+    """Whether its trainer or sweep runs, or a writer still ships what it left."""
+    if any(not _dead(tags.get(key)) for key in ("process", "writer")):
+        return True
+    folder = Path(tags["run_folder"])
+    request = read_json(folder / REQUEST_FILE)
+    if run_key_of(request) != run_key_of(tags) or not request:
+        return False
+    # Resumed a moment ago, the store does not know of it yet.
+    return trains(request) or not _dead(read_json(folder / STATE_FILE).get("writer"))
+
+
+def _dead(process: object) -> bool:
+    return process is None or processes.died_here(process) or processes.read(process) is None
+
+
+def end(store: Store, run: Running) -> str:
+    """End a run that is dead as its own last words say, else as killed; returns the reason."""
+    request = read_json(run.folder / REQUEST_FILE)
+    ours = run_key_of(request) is not None and run_key_of(request) == run_key_of(run.tags)
+    result = result_of(run.folder, request) if ours else {}
+    status, reason = "killed", SWEEP_DIED if run.is_study else DIED
+    if result.get("status") in _ENDS and result.get("run_id") == run.tags.get("run_id"):
+        status, reason = result["status"], str(result.get("reason") or "")
+    words = run.folder / ("result.json" if result else "metrics.jsonl")
+    end_s = words.stat().st_mtime if ours and words.is_file() else time.time()
+    store.end(run.run_id, status, end_s, {"reason": reason} if reason else {})
+    return reason or str(status)
+
+
+def end_dead(store: Store) -> list[Running]:
+    """End all that are dead; returns them."""
+    dead = [run for run in find(store) if not run.lives]
+    for run in dead:
+        end(store, run)
+    return dead
+
+
+def result_of(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """result.json of the session that wrote `request`; {} before it is written."""
+    path = folder / "result.json"
+    if not path.is_file() or path.stat().st_mtime_ns == request.get("stale_result_ns"):
+        return {}
+    return read_json(path)
