@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
+from waiting import slowness
 
 from rl_pipeline.envs.envpool import EnvPoolVecEnv
 from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
@@ -365,7 +366,8 @@ def test_a_worker_that_fails_is_named_and_nothing_is_left(how, words):
     begin = time.monotonic()
     with pytest.raises(WorkerError) as error:
         vec.step([0, 1, 0])
-    assert time.monotonic() - begin < 10
+    took_s = time.monotonic() - begin
+    assert took_s < 10 or took_s < 10 * slowness()
     for word in ["env=gym", *words]:
         assert word in str(error.value)
     assert not any(worker.is_alive() for worker in workers)

@@ -6,8 +6,9 @@ import ast
 import json
 import threading
 import time
+import timeit
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,8 +237,10 @@ def test_without_a_profile_phases_are_absent():
     assert phases.window() == {}
 
 
-def test_entering_a_phase_costs_microseconds():
-    assert 0 < Phases().cost_s() < 50e-6
+def test_entering_a_phase_costs_little_more_than_a_with():
+    timer = timeit.Timer("with nothing: pass", globals={"nothing": nullcontext()})
+    least = min(timer.repeat(5, 1000)) / 1000
+    assert 0 < Phases().cost_s() < 100 * least
     assert NullPhases().cost_s() == 0
 
 
