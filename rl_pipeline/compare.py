@@ -109,8 +109,8 @@ def _place(settings: CompareSettings) -> str:
 
 
 def _read(uri: str, settings: CompareSettings) -> Any:
+    from rl_pipeline.redaction import redact
     from rl_pipeline.telemetry import stores
-    from rl_pipeline.telemetry.redaction import redact
 
     path = stores.database_of(uri)
     if path is not None:

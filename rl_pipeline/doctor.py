@@ -50,8 +50,8 @@ def examine(settings: DoctorSettings) -> Iterator[Finding]:
 
 
 def _store(uri: str, fix: bool) -> Iterator[Finding]:
+    from rl_pipeline.redaction import redact
     from rl_pipeline.telemetry import databases, stores
-    from rl_pipeline.telemetry.redaction import redact
 
     database = stores.database_of(uri)
     if database is not None:

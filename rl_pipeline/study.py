@@ -19,9 +19,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rl_pipeline.config import near, refusing, sweep_settings, varied_keys
 from rl_pipeline.files import read_json, working_directory, write_json
 from rl_pipeline.processes import myself, sweeps_elsewhere
+from rl_pipeline.redaction import redact
 from rl_pipeline.runs import STUDY_FILE, config_dir, flatten, has_run, parse_overrides, quote
 from rl_pipeline.settings import ConfigError, Settings
-from rl_pipeline.telemetry.redaction import redact
 from rl_pipeline.telemetry.stores import check_no_secrets
 from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, trains
 from rl_pipeline.terminal import command, say, shown_path

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from rl_pipeline.escape import plain
 from rl_pipeline.files import working_directory
+from rl_pipeline.redaction import redact
 
 
 class _Steady:
@@ -71,7 +72,7 @@ def steady_streams() -> None:
 
 def say(text: str) -> None:
     """One line for whoever watches."""
-    print(plain(text), file=sys.stderr, flush=True)
+    print(redact(plain(text)), file=sys.stderr, flush=True)
 
 
 def shown_path(path: str) -> str:

@@ -506,7 +506,18 @@ def test_random_streams_differ_by_name_seed_and_index():
 # -- the arrows of the design -------------------------------------------------------------------
 
 LAYERS = [
-    {"types", "settings", "cpus", "auto", "processes"},
+    {
+        "types",
+        "settings",
+        "cpus",
+        "auto",
+        "processes",
+        "files",
+        "escape",
+        "stop",
+        "redaction",
+        "terminal",
+    },  # fmt: skip
     {
         "runtime",
         "precision",

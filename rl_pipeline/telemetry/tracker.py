@@ -22,9 +22,9 @@ from typing import Any
 
 from rl_pipeline import processes
 from rl_pipeline.files import read_json, working_directory, write_json
+from rl_pipeline.redaction import HIDDEN, redact
 from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry.databases import has_run
-from rl_pipeline.telemetry.redaction import HIDDEN, redact
 from rl_pipeline.telemetry.stores import StoreError, database_of, resolve, uri_of
 
 REQUEST_FILE = "tracking.json"

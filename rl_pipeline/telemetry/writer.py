@@ -26,10 +26,10 @@ from filelock import FileLock, Timeout
 
 from rl_pipeline import processes
 from rl_pipeline.files import read_json, write_json
+from rl_pipeline.redaction import redact
 from rl_pipeline.telemetry import orphans, views
 from rl_pipeline.telemetry.databases import ARTIFACTS
 from rl_pipeline.telemetry.final import final_metrics, machine_of
-from rl_pipeline.telemetry.redaction import redact
 from rl_pipeline.telemetry.store import (
     TAG_CHARS,
     Store,
