@@ -62,6 +62,10 @@ class Continuous:
         return self.low.shape
 
 
+class StateError(ValueError):
+    """A saved state that environments cannot continue from; they are as they were before."""
+
+
 ActionSpace = Discrete | MultiDiscrete | MultiBinary | Continuous
 
 
@@ -172,7 +176,10 @@ class VecEnv(Protocol):
         """Everything needed to continue exactly, or None where the backend cannot say."""
 
     def load_state(self, state: bytes) -> np.ndarray:
-        """Continue from `state`; returns the current obs."""
+        """Continue from `state`; returns the current obs.
+
+        Raises StateError, with nothing changed and nothing executed, where that cannot be.
+        """
 
     def close(self) -> None:
         """Free all resources; a second call does nothing."""

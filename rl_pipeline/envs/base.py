@@ -54,7 +54,7 @@ class BaseVecEnv(ABC):
         max_episode_steps: int | None,
         reuses_obs: bool,
     ):
-        """Spaces are those of one environment; `reuses_obs`: the library overwrites its arrays."""
+        """Spaces are those of one environment; `reuses_obs`: the library keeps its arrays."""
         task = env.envpool_id if backend == "envpool" else env.id
         self._name = f"env={env.name} ({task}, backend={backend})"
         mode = metadata.get("autoreset_mode")
@@ -81,7 +81,8 @@ class BaseVecEnv(ABC):
         self._counts: Any = 2  # choices in each place of a discrete action
         if isinstance(action, Discrete | MultiDiscrete):
             self._counts = np.array(action.num_actions)
-        self._legal = frozenset(range(self._counts)) if isinstance(action, Discrete) else None
+        few = isinstance(action, Discrete) and action.num_actions <= 4096
+        self._legal = frozenset(range(self._counts)) if few else None
         self._action_shape = (num_envs, *action.shape)
         self._action_dtype = np.dtype(action_space.dtype)
         self._starts_at_zero = not np.any(self._first_action)
@@ -159,6 +160,8 @@ class BaseVecEnv(ABC):
         obs, given, terminated, truncated, game_ended = self._recv()
         self._num_steps += 1
         obs = self._own(obs)
+        if self._reuses_obs:
+            terminated, truncated = terminated.astype(bool), truncated.astype(bool)
         raw_reward = given.astype(np.float32)
         # A sum is finite where its terms are (where only the sum overflows, nothing is refused).
         total = raw_reward.dot(self._ones_reward)
@@ -253,7 +256,10 @@ class BaseVecEnv(ABC):
         return obs.astype(self._obs_dtype, copy=self._reuses_obs)
 
     def _checked(self, action: np.ndarray) -> np.ndarray:
-        """The action in the library's dtype; a wrong one would step silently, or abort EnvPool."""
+        """A copy of the action in the library's dtype: an environment may write into its own.
+
+        A wrong one would step silently, or abort EnvPool.
+        """
         action = np.asarray(action)
         if action.shape != self._action_shape:
             raise ValueError(
@@ -263,7 +269,7 @@ class BaseVecEnv(ABC):
             if action.dtype.kind not in "iu" or not self._in_range(action):
                 self._refuse_discrete(action)
             if self._starts_at_zero:
-                return action.astype(self._action_dtype, copy=False)
+                return action.astype(self._action_dtype)
             return (action + self._first_action).astype(self._action_dtype)
         if action.dtype.kind not in "fiu":
             raise ValueError(f"{self._name}: action has dtype {action.dtype}, floats are meant")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ class EnvPoolVecEnv(BaseVecEnv):
         return obs
 
     def _send(self, action: np.ndarray) -> None:
-        self._sent_action = np.array(action, order="C")
+        self._sent_action = np.ascontiguousarray(action)  # EnvPool reads it while it steps
         self._pool_send([self._pool_ids, self._pool_ids, self._sent_action])
 
     def _recv(self) -> RawStep:
@@ -143,7 +144,7 @@ def _make(env: EnvSettings, num_envs: int, seed: int, num_threads: int) -> Any:
                     f"{', '.join(sorted(accepted))}"
                 )
     try:
-        return envpool.make(task, env_type="gymnasium", **arguments, **env.kwargs)
+        return envpool.make(task, env_type="gymnasium", **arguments, **deepcopy(env.kwargs))
     except ImportError as error:  # a system library: Procgen wants Qt
         raise ValueError(f"EnvPool's {task} does not start here: {error}") from error
     except TypeError as error:

@@ -58,6 +58,10 @@ class Flattener:
         self._columns = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.size = ends[-1]
 
+    def parts(self, obs: Any) -> list[np.ndarray]:
+        """The parts of one environment's observation, in order, copied."""
+        return [np.array(_at(obs, path)) for path in self.paths]
+
     def __call__(self, obs: Any) -> np.ndarray:
         """obs: nested dicts and tuples of [N, ...], or a list of the parts in order."""
         parts = obs if isinstance(obs, list) else [_at(obs, path) for path in self.paths]

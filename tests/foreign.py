@@ -1,0 +1,155 @@
+"""Environments that do what foreign code may do: import this module to register them."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+SHARED = np.zeros(2, np.float32)
+
+
+class Greedy(gym.Env):
+    """Writes into the actions it gets and the observations it gave, and keeps both.
+
+    It observes (its number of steps, the action it got, of its first place).
+    """
+
+    def __init__(self, actions: str = "multi", obs: str = "box", shared: bool = False):
+        self.action_space = {
+            "discrete": gym.spaces.Discrete(3),
+            "multi": gym.spaces.MultiDiscrete([3, 3]),
+            "binary": gym.spaces.MultiBinary(2),
+            "box": gym.spaces.Box(-1, 1, (2,), np.float32),
+            "number": gym.spaces.Box(-1, 1, (), np.float32),
+        }[actions]
+        box = gym.spaces.Box(-100, 100, (2,), np.float32)
+        self.observation_space = gym.spaces.Dict(a=box) if obs == "dict" else box
+        self._nested = obs == "dict"
+        self._given: list[np.ndarray] = []
+        self._taken: list[np.ndarray] = []
+        self._shared = shared
+
+    def _observe(self, action):
+        for old in self._given:
+            old[...] = -99
+        for old in self._taken:
+            old[...] = 0
+        obs = SHARED if self._shared else np.zeros(2, np.float32)
+        obs[:] = self._count, np.ravel(action)[0]
+        self._given = [obs]
+        return {"a": obs} if self._nested else obs
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._count = 0
+        return self._observe(0), {}
+
+    def step(self, action):
+        self._count += 1
+        obs = self._observe(action)
+        if isinstance(action, np.ndarray):
+            action[...] = 1 - action
+            self._taken = [action]
+        return obs, 1.0, False, self._count >= 5, {}
+
+
+class Chance(gym.Env):
+    """Draws from every generator that it does not own; observes what it drew."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
+    action_space = gym.spaces.Discrete(2**50)
+
+    def __init__(self):
+        self._made = random.random()
+
+    def _observe(self):
+        drawn = [random.random(), np.random.rand(), torch.rand(()).item(), self._made]
+        drawn += [self.action_space.sample() / 2**50, self.np_random.random()]
+        return np.array(drawn)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._count = 0
+        return self._observe(), {}
+
+    def step(self, action):
+        self._count += 1
+        return self._observe(), 0.0, False, self._count >= 4, {}
+
+
+class Thing:
+    """Something an episode makes."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Rich(gym.Env):
+    """Holds one of each kind of thing that is still data, some of it made by its episodes."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self):
+        self._own = np.random.default_rng(3)
+        self._old = np.random.RandomState(4)
+        self._plain = random.Random(5)
+        total = 0.0
+
+        def add(x):
+            nonlocal total
+            total = 0.5 * total + x
+            return total
+
+        self._add = add
+        self._method = self._plain.random
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._things = [Thing(self._old.rand()), None]
+        self._things[1] = self._things[0]
+        self._line = deque([1.0, float("nan"), float("inf")], maxlen=3)
+        self._table = {(1, 2): {3, 4}, "x": b"\x00\xff", None: np.float32(0.1), 7: (1, [2])}
+        self._grid = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+        return self._observe(0.0), {}
+
+    def _observe(self, x):
+        self._things[0].value += self._own.random()
+        self._line.append(x)
+        self._grid *= 1.01
+        both = self._things[1].value + self._grid.sum()
+        return np.array([self._add(x), both, self._plain.random()], np.float32)
+
+    def step(self, action):
+        return self._observe(float(action)), 0.0, self._old.rand() < 0.1, False, {}
+
+
+class Handles(gym.Env):
+    """Holds something that is more than data."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, kind: str):
+        first = np.zeros(3)
+        self._held = {
+            "iterator": iter([1, 2]),
+            "view": (first, first[1:]),
+            "objects": np.array([object()]),
+            "file": open(__file__),  # noqa: SIM115
+        }[kind]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+for _env in (Greedy, Chance, Rich, Handles):
+    gym.register(f"{_env.__name__}-v0", entry_point=_env)
