@@ -427,6 +427,11 @@ class Settings(Frozen):
             raise ValueError(
                 f"network=nature_cnn needs images, env={self.env.name} has none; use network=mlp"
             )
+        if self.network.name == "nature_cnn" and getattr(self.algo, "normalize_obs", False):
+            raise ValueError(
+                "algo.normalize_obs=true does not go with network=nature_cnn, which scales images "
+                "by the bounds of their space; leave it out, or use network=mlp"
+            )
         if self.tracking.name == "none" and (self.tracking.uri or self.tracking.experiment):
             raise ValueError(
                 "tracking.uri and tracking.experiment have no effect with tracking=none; use "

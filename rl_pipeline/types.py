@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -83,6 +83,8 @@ class EnvSpec:
     """Emulator frames per agent step (4 for the standard Atari preprocessing, else 1)."""
     max_episode_steps: int | None = None
     """Time limit in agent steps."""
+    obs_bounds: tuple[np.ndarray, np.ndarray] | None = field(default=None, compare=False)
+    """Lowest and highest observation that the space allows, [*obs_shape] each; None: unknown."""
 
 
 class Step(NamedTuple):

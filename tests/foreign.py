@@ -151,5 +151,75 @@ class Handles(gym.Env):
         return np.zeros(1, np.float32), 0.0, False, False, {}
 
 
-for _env in (Greedy, Chance, Rich, Handles):
+class Tell(gym.Env):
+    """Rewards the action that is what the observation says over its offset; 8 steps a game."""
+
+    def __init__(self, offset: float = 0.0, dtype: str = "float64", shape: str = "vector"):
+        self._dtype = np.dtype(dtype)
+        places: tuple[int, ...] = () if shape == "number" else (2,)
+        low, high = (-np.inf, np.inf) if self._dtype.kind == "f" else (0, 2**40)
+        box = gym.spaces.Box(low, high, places, dtype)
+        self.observation_space = gym.spaces.Dict(a=box) if shape == "dict" else box
+        self._nested = shape == "dict"
+        self.action_space = gym.spaces.Discrete(2)
+        self._offset = offset
+
+    def _observe(self):
+        self._told = int(self.np_random.integers(2))
+        space = self.observation_space["a"] if self._nested else self.observation_space
+        obs = np.full(space.shape, self._offset, self._dtype)
+        obs[...] = obs + self._told
+        return {"a": obs} if self._nested else obs
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._count = 0
+        return self._observe(), {}
+
+    def _right(self, action):
+        return float(action == self._told)
+
+    def step(self, action):
+        reward = self._right(action)
+        self._count += 1
+        return self._observe(), reward, False, self._count >= 8, {}
+
+
+class Aim(Tell):
+    """A Tell whose action is a number in [-1, 1]: right is the sign."""
+
+    def __init__(self, shape: str = "number"):
+        super().__init__(shape=shape)
+        self.action_space = gym.spaces.Box(-1, 1, (), np.float32)
+
+    def _right(self, action):
+        assert isinstance(action, np.ndarray) and action.shape == ()
+        assert self.action_space.contains(action)
+        return float((action > 0) == bool(self._told))
+
+
+class Picture(gym.Env):
+    """Shows one image [1, 36, 36] of noise, always the same, in the range of its space."""
+
+    def __init__(self, dtype: str, low: float, high: float):
+        self.observation_space = gym.spaces.Box(low, high, (1, 36, 36), dtype)
+        self.action_space = gym.spaces.Discrete(3)
+
+    def _observe(self):
+        share = np.random.default_rng(0).integers(0, 256, (1, 36, 36)) / 255
+        low, high = self.observation_space.low, self.observation_space.high
+        exact = low.astype(np.float64) + share * (high.astype(np.float64) - low)
+        if self.observation_space.dtype.kind != "f":
+            exact = exact.round()
+        return exact.astype(self.observation_space.dtype)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._observe(), {}
+
+    def step(self, action):
+        return self._observe(), 0.0, False, False, {}
+
+
+for _env in (Tell, Aim, Picture, Greedy, Chance, Rich, Handles):
     gym.register(f"{_env.__name__}-v0", entry_point=_env)

@@ -41,7 +41,9 @@ class EnvPoolVecEnv(BaseVecEnv):
     EnvPool cannot export its state: `state()` is None.
     """
 
-    def __init__(self, env: EnvSettings, num_envs: int, seed: int, num_threads: int):
+    def __init__(
+        self, env: EnvSettings, num_envs: int, seed: int, num_threads: int, wide_obs: bool = False
+    ) -> None:
         """Raise ValueError for an id, package or constructor argument that does not work here."""
         self._atari = env.kind == "atari"
         with warnings.catch_warnings():
@@ -58,6 +60,7 @@ class EnvPoolVecEnv(BaseVecEnv):
                 metadata=self._pool.metadata,
                 max_episode_steps=limit if 0 < limit < _NO_LIMIT else None,
                 reuses_obs=False,
+                wide_obs=wide_obs,
             )
         # EnvPool's Python layer around these two calls costs 20 microseconds a step. `_send` does
         # not copy the actions: it is given an array that nobody else has.

@@ -28,7 +28,7 @@ class GymnasiumVecEnv(BaseVecEnv):
     (classic control, plain Python ones), with the random generators of the process.
     """
 
-    def __init__(self, env: EnvSettings, num_envs: int, seed: int):
+    def __init__(self, env: EnvSettings, num_envs: int, seed: int, wide_obs: bool = False) -> None:
         """Raise ValueError for an id, package or constructor argument that does not work here."""
         self._atari = env.kind == "atari"
         self._make_one = partial(make_env, env)
@@ -55,6 +55,7 @@ class GymnasiumVecEnv(BaseVecEnv):
                 metadata=self._vec.metadata,
                 max_episode_steps=first.max_episode_steps if self._atari else limit,
                 reuses_obs=False,
+                wide_obs=wide_obs,
             )
         except BaseException:
             randomness.restore(self._outside)

@@ -89,7 +89,14 @@ class GymnasiumAsyncVecEnv(BaseVecEnv):
     WorkerError that names its environment; no process is left behind.
     """
 
-    def __init__(self, env: EnvSettings, num_envs: int, seed: int, step_timeout_s: float):
+    def __init__(
+        self,
+        env: EnvSettings,
+        num_envs: int,
+        seed: int,
+        step_timeout_s: float,
+        wide_obs: bool = False,
+    ) -> None:
         """Raise ValueError for an id, package or constructor argument that does not work here."""
         self._atari = env.kind == "atari"
         seeds = env_seeds(seed, num_envs)
@@ -117,6 +124,7 @@ class GymnasiumAsyncVecEnv(BaseVecEnv):
                 metadata=self._vec.metadata,
                 max_episode_steps=limit,
                 reuses_obs=True,
+                wide_obs=wide_obs,
             )
         except ValueError:
             self._vec.close(terminate=True)

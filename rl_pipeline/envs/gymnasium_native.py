@@ -17,7 +17,9 @@ from rl_pipeline.settings import EnvSettings
 class GymnasiumNativeVecEnv(BaseVecEnv):
     """Tasks whose registration names a vector environment of their own."""
 
-    def __init__(self, env: EnvSettings, num_envs: int, seed: int, num_threads: int):
+    def __init__(
+        self, env: EnvSettings, num_envs: int, seed: int, num_threads: int, wide_obs: bool = False
+    ) -> None:
         """Raise ValueError for a task that has none, or arguments that do not fit it."""
         self._atari = env.kind == "atari"
         seeds = env_seeds(seed, num_envs)
@@ -27,7 +29,7 @@ class GymnasiumNativeVecEnv(BaseVecEnv):
         self._outside = randomness.capture()
         randomness.seed_process(seeds[0])
         try:
-            self._start(env, num_envs, num_threads)
+            self._start(env, num_envs, num_threads, wide_obs)
         except BaseException:
             randomness.restore(self._outside)
             raise
@@ -36,7 +38,7 @@ class GymnasiumNativeVecEnv(BaseVecEnv):
         # CartPole's own check of actions, which ours has made already, is a tenth of its step.
         self._vec.action_space.contains = lambda action: True
 
-    def _start(self, env: EnvSettings, num_envs: int, num_threads: int) -> None:
+    def _start(self, env: EnvSettings, num_envs: int, num_threads: int, wide_obs: bool) -> None:
         self._vec = _make(env, num_envs, num_threads)
         if env.atari is not None and env.atari.episodic_life:
             _refuse_lives(env, self._vec)
@@ -50,6 +52,7 @@ class GymnasiumNativeVecEnv(BaseVecEnv):
             metadata=self._vec.metadata,
             max_episode_steps=_atari_limit(env) if self._atari else limit,
             reuses_obs=True,
+            wide_obs=wide_obs,
         )
 
     def _reset(self) -> np.ndarray:

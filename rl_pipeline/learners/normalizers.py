@@ -56,7 +56,7 @@ class ObsNormalizer:
         self._refresh()
 
     def _refresh(self) -> None:
-        self._mean = self.moments.mean.float()
+        self._mean = self.moments.mean.clone()
         self._scale = (self.moments.variance + 1e-8).rsqrt().float()
 
     @property
@@ -67,7 +67,8 @@ class ObsNormalizer:
     @staticmethod
     def apply(obs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         """obs [B, *shape] -> float32 of the same shape."""
-        return ((obs - mean) * scale).clamp(-CLIP, CLIP)
+        # The mean is in float64, and so is the difference: 1.7e9 + 1 is 1.7e9 in float32.
+        return ((obs - mean).float() * scale).clamp(-CLIP, CLIP)
 
     def __call__(self, obs: Tensor) -> Tensor:
         """`apply` with the statistics of now."""
