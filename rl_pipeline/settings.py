@@ -457,6 +457,16 @@ class Settings(Frozen):
                     f"algo.num_minibatches={algo.num_minibatches} must divide algo.horizon x "
                     f"backend.num_envs = {algo.horizon} x {self.backend.num_envs} = {rows}"
                 )
+            if rows == algo.num_minibatches:
+                why = "its normalised advantage is always 0, so that the policy never moves"
+                if not algo.normalize_advantage:
+                    why = "it is empty where that row only resets an environment"
+                raise ValueError(
+                    f"algo.num_minibatches={algo.num_minibatches} leaves one row a minibatch "
+                    f"(algo.horizon x backend.num_envs = {algo.horizon} x {self.backend.num_envs} "
+                    f"= {rows} rows), and {why}; use a longer algo.horizon, more "
+                    "backend.num_envs or fewer algo.num_minibatches"
+                )
         else:
             if buffer.name == "rollout":
                 raise ValueError(

@@ -10,20 +10,21 @@ import pytest
 import torch
 from conftest import settings
 from test_compile import runtime as compiled
-from test_ppo import CPU
+from test_ppo import CPU, learner, random_rollout
 
 from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
 from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv
 from rl_pipeline.learners.dqn import DQN
 from rl_pipeline.learners.normalizers import ObsNormalizer
-from rl_pipeline.learners.ppo import PPO
+from rl_pipeline.learners.ppo import APPROX_KL, PPO
 from rl_pipeline.loops.sync import Counters, run
 from rl_pipeline.models import make_trunk
 from rl_pipeline.phases import NullPhases
 from rl_pipeline.precision import Arithmetic
 from rl_pipeline.runtime import Runtime, ThreadPlan
 from rl_pipeline.settings import ConfigError, DQNSettings, EnvSettings, NetworkSettings, PPOSettings
+from rl_pipeline.telemetry.window import Window
 from rl_pipeline.types import Discrete, EnvSpec
 
 ROOT = str(Path(__file__).resolve().parents[1])
@@ -125,7 +126,7 @@ def test_normalised_images_are_refused_before_anything_starts():
 # --- large offsets
 
 
-def learn(vec, steps=6_000, num_envs=8, **cfg):
+def practise(vec, steps=6_000, num_envs=8, **cfg):
     """PPO's mean training return over the last rollout."""
     cfg = PPOSettings(
         name="ppo", horizon=64, num_minibatches=4, learning_rate=3e-3, gamma=0.0, entropy_coef=0,
@@ -151,7 +152,7 @@ def test_a_small_signal_on_a_large_offset_is_learnt_from_when_normalised(dtype, 
     vec = envs("Tell", 8, True, offset=1.7e9, dtype=dtype, shape=shape, flatten_obs=flat)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert learn(vec, normalize_obs=True) > 7  # of 8
+        assert practise(vec, normalize_obs=True) > 7  # of 8
 
 
 @pytest.mark.parametrize("backend", ["gymnasium", "gymnasium_async"])
@@ -195,9 +196,141 @@ def test_a_number_can_be_observed_and_be_the_action(backend, shape):
     vec = envs("Aim", 8 if backend == "gymnasium" else 2, backend=backend, shape=shape)
     assert vec.spec.action.shape == () and vec.spec.obs_shape == (() if shape == "number" else (2,))
     if backend == "gymnasium":
-        assert learn(vec, normalize_obs=shape == "number") > 7
+        assert practise(vec, normalize_obs=shape == "number") > 7
         return
     vec.reset()
     step = vec.step(np.array([0.5, -0.5], np.float32))
     assert step.obs.shape == (2, *vec.spec.obs_shape)
     vec.close()
+
+
+# --- figures of updates
+
+
+@pytest.mark.parametrize(
+    "overrides, why",
+    [
+        (("algo.horizon=4", "backend.num_envs=1"), "normalised advantage is always 0"),
+        (("algo.horizon=1", "backend.num_envs=4"), "normalised advantage is always 0"),
+        (("algo.horizon=2", "backend.num_envs=2", "algo.normalize_advantage=false"), "empty"),
+    ],
+)
+def test_minibatches_of_one_row_are_refused_with_the_way_out(overrides, why):
+    with pytest.raises(ConfigError, match=f"(?s)algo.num_minibatches=4 leaves one row.*{why}.*use"):
+        settings("env=acrobot", "algo.num_minibatches=4", *overrides)
+    settings("env=acrobot", "algo.num_minibatches=2", *overrides)
+
+
+def test_a_batch_smaller_than_its_minibatches_is_refused():
+    with pytest.raises(ConfigError, match="num_minibatches=8 must divide"):
+        settings("env=acrobot", "algo.horizon=2", "backend.num_envs=2", "algo.num_minibatches=8")
+
+
+def with_validity(rollout, valid):
+    return rollout._replace(valid=valid, env_steps=int(valid.sum()))
+
+
+def test_statistics_are_over_rows_and_never_over_none():
+    """Half of the minibatches hold reset rows only: they must not count as zeros, or as -1."""
+    agent = learner(horizon=8, num_minibatches=16, num_epochs=1, learning_rate=1e-9)
+    rollout = random_rollout(agent)
+    valid = torch.zeros_like(rollout.valid)
+    valid[3, 2] = valid[5, 1] = True
+    metrics = agent.update(with_validity(rollout, valid), 0.0)
+    assert abs(float(metrics["loss/approx_kl"])) < 1e-6
+    assert float(metrics["loss/entropy"]) == pytest.approx(np.log(2), abs=0.01)
+    everything = learner(horizon=8, num_minibatches=1, num_epochs=1, learning_rate=1e-9)
+    one = everything.update(with_validity(random_rollout(everything), valid), 0.0)
+    assert float(metrics["loss/value"]) == pytest.approx(float(one["loss/value"]), rel=1e-3)
+
+
+def test_a_rollout_without_a_row_teaches_nothing_and_says_nothing():
+    agent = learner(normalize_obs=True, normalize_reward=True)
+    before = agent.params.values.clone()
+    rollout = random_rollout(agent)
+    metrics = agent.update(with_validity(rollout, torch.zeros_like(rollout.valid)), 0.0)
+    assert metrics["updates"] == 0 and torch.equal(agent.params.values, before)
+    assert set(metrics) == {"loss/learning_rate", "updates", "skipped_updates"}
+
+
+def test_targets_that_do_not_vary_have_no_explained_variance():
+    agent, window = learner(gamma=0.0, gae_lambda=0.0), Window()
+    rollout = random_rollout(agent)
+    rollout.reward.zero_()
+    window.add(agent.update(rollout, 0.0))
+    assert "loss/explained_variance" not in window.read()
+    window.add(agent.update(rollout, 0.0))
+    window.add(agent.update(random_rollout(agent, seed=1), 0.0))
+    assert -10 < float(window.read()["loss/explained_variance"]) <= 1
+
+
+def test_a_row_of_metrics_is_the_mean_and_the_maximum_of_its_window():
+    agent, window, each = learner(learning_rate=0.02), Window(), []
+    for seed in range(150):  # more than are kept apart
+        each.append(agent.update(random_rollout(agent, seed=seed % 7), seed / 200))
+        window.add(each[-1])
+    found = window.read()
+    for name in ("loss/approx_kl", "loss/policy", "loss/grad_norm", "loss/explained_variance"):
+        expected = np.mean([float(m[name]) for m in each])
+        assert float(found[name]) == pytest.approx(expected, rel=1e-4, abs=1e-7), name
+    for name in ("loss/approx_kl_max", "health/max_abs_log_ratio_first_minibatch"):
+        assert float(found[name]) == max(float(m[name]) for m in each), name
+    assert float(found["loss/approx_kl_max"]) > 2 * float(found["loss/approx_kl"])
+    assert found["loss/learning_rate"] == each[-1]["loss/learning_rate"]
+    assert not window.read()  # each update counts in one row
+
+
+def test_the_largest_kl_is_that_of_any_minibatch():
+    agent = learner(learning_rate=0.02, num_epochs=3)
+    kept = []
+    step = agent._step
+
+    def spy(*args):
+        kept.append(step(*args))
+        return kept[-1]
+
+    spy.attempted, spy.skipped = 0, step.skipped
+    agent._step = spy
+    metrics = agent.update(random_rollout(agent), 0.0)
+    every = torch.cat([terms for terms, _ in kept])[:, APPROX_KL]
+    assert len(every) == 6 and float(metrics["loss/approx_kl_max"]) == float(every.max())
+    assert float(metrics["loss/approx_kl"]) == pytest.approx(float(every.mean()), rel=1e-5)
+
+
+def test_what_diverged_is_not_taken_for_absent():
+    window = Window()
+    window.add({"loss/policy": torch.tensor(1.0), "loss/explained_variance": torch.tensor(0.5)})
+    window.add(
+        {"loss/policy": torch.tensor(torch.nan), "loss/explained_variance": torch.tensor(1.0)}
+    )
+    found = window.read()
+    assert np.isnan(float(found["loss/policy"])) and float(found["loss/explained_variance"]) == 0.75
+
+
+@pytest.mark.parametrize("log_every_s", [0.0, 1e9])
+def test_the_loop_hands_over_all_updates_since_it_was_last_asked(log_every_s):
+    vec, seen = envs("Tell", 2), []
+    cfg = PPOSettings(name="ppo", horizon=8, num_minibatches=2)
+    agent = PPO(cfg, NetworkSettings(name="mlp"), vec.spec, eager(), NullPhases())
+    update, said = agent.update, []
+
+    def spy(rollout, progress):
+        said.append(update(rollout, progress))
+        return said[-1]
+
+    agent.update = spy
+    counters = Counters()
+
+    def hook(obs, metrics):
+        if log_every_s == 0 or counters.rollouts == 6:
+            seen.append(metrics())
+        return counters.rollouts == 6
+
+    buffer = RolloutBuffer(vec.spec, 8, agent.extras, CPU)
+    run(vec, buffer, agent, NullPhases(), counters, 96, vec.reset(), hook)
+    assert len(seen) == (6 if log_every_s == 0 else 1) and counters.updates == 48
+    top = max(float(m["loss/approx_kl_max"]) for m in said)
+    assert max(float(m["loss/approx_kl_max"]) for m in seen) == top
+    assert float(seen[-1]["loss/entropy"]) == pytest.approx(
+        np.mean([float(m["loss/entropy"]) for m in (said if log_every_s else said[-1:])])
+    )
