@@ -46,6 +46,7 @@ class EnvPoolVecEnv(BaseVecEnv):
     ) -> None:
         """Raise ValueError for an id, package or constructor argument that does not work here."""
         self._atari = env.kind == "atari"
+        self._episodic_life = env.atari is not None and env.atari.episodic_life
         with warnings.catch_warnings():
             # EnvPool declares its bounds in float64 and its spaces in float32.
             warnings.filterwarnings("ignore", message=".*Box (low|high)'s precision lowered")
@@ -101,6 +102,10 @@ class EnvPoolVecEnv(BaseVecEnv):
         lives, raw_reward, game_over = rest[:3]
         # A game can also end in the no-ops after a life: only the new lives tell.
         unseen = self._ended & (lives > self._lives) & (self._started <= self._num_steps)
+        # An end in exactly the limit's step is a truncation to EnvPool: the infos tell of it.
+        terminated |= game_over != 0
+        if self._episodic_life:
+            terminated |= truncated & (lives > 0) & (lives < self._lives)
         self._lives = lives
         return obs, raw_reward, terminated, truncated, (game_over != 0) | truncated | unseen
 
