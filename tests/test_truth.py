@@ -12,6 +12,8 @@ from conftest import settings
 from test_compile import runtime as compiled
 from test_ppo import CPU, learner, random_rollout
 
+from rl_pipeline.buffers.deque import DequeBuffer
+from rl_pipeline.buffers.device import DeviceReplay
 from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
 from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv
@@ -25,7 +27,9 @@ from rl_pipeline.precision import Arithmetic
 from rl_pipeline.runtime import Runtime, ThreadPlan
 from rl_pipeline.settings import ConfigError, DQNSettings, EnvSettings, NetworkSettings, PPOSettings
 from rl_pipeline.telemetry.window import Window
-from rl_pipeline.types import Discrete, EnvSpec
+from rl_pipeline.training import make_replay
+from rl_pipeline.transfers import Transfers
+from rl_pipeline.types import Discrete, EnvSpec, Step
 
 ROOT = str(Path(__file__).resolve().parents[1])
 
@@ -334,3 +338,76 @@ def test_the_loop_hands_over_all_updates_since_it_was_last_asked(log_every_s):
     assert float(seen[-1]["loss/entropy"]) == pytest.approx(
         np.mean([float(m["loss/entropy"]) for m in (said if log_every_s else said[-1:])])
     )
+
+
+# --- the ledger of copies
+
+ELSEWHERE = torch.device("meta")  # a device as far as copies go, on every machine
+
+
+@pytest.fixture
+def ledger():
+    kept = Transfers(ELSEWHERE)
+    kept._stage = lambda array: torch.from_numpy(array).to(ELSEWHERE)  # pinning needs a GPU
+    return kept
+
+
+def test_a_rollout_s_way_to_the_device_is_on_the_ledger(ledger):
+    spec = EnvSpec("t", "t", 4, (3,), np.dtype(np.float32), Discrete(2))
+    buffer = RolloutBuffer(spec, 8, (), CPU, ledger.to_device)
+    row = np.zeros(4, np.float32)
+    flags = np.zeros(4, bool)
+    for _ in range(8):
+        step = Step(np.zeros((4, 3)), row, row, flags, flags, ~flags, np.arange(4, dtype=np.int32))
+        buffer.add(np.zeros((4, 3)), np.zeros(4, int), {}, step)
+    rollout = buffer.take(np.zeros((4, 3)))
+    assert rollout.obs.device == ELSEWHERE
+    assert ledger.to_device_total.copies == 6 and ledger.to_device_total.bytes == buffer.nbytes
+
+
+def test_a_batch_s_way_there_and_its_priorities_way_back_are_on_the_ledger(ledger):
+    spec = EnvSpec("t", "t", 2, (3,), np.dtype(np.float32), Discrete(2))
+    runtime = eager()
+    cfg = settings("env=cartpole", "algo=dqn", "buffer=prioritized", "buffer.capacity=1000")
+    vars(runtime)["transfers"] = ledger
+    agent = DQN(cfg.algo, NetworkSettings(name="mlp"), spec, runtime, NullPhases())
+    ring = make_replay(cfg, cfg.algo, spec, runtime, Path("."))
+    row, flags = np.zeros(2, np.float32), np.zeros(2, bool)
+    for t in range(40):
+        obs = np.full((2, 3), t, np.float32)
+        step = Step(obs + 1, row, row, flags, flags, ~flags, np.arange(2, dtype=np.int32))
+        ring.add(obs, np.zeros(2, int), {}, step)
+    batch = ring.sample(8)
+    agent._device = ELSEWHERE
+    sent = agent._tensors(batch)
+    assert all(x.device == ELSEWHERE for x in sent)
+    assert ledger.to_device_total.copies == 6
+    assert ledger.to_device_total.bytes == sum(x.nbytes for x in batch[:-1])
+    ring.update_priorities(batch.ids, torch.ones(8))
+    assert ledger.to_host_total.copies == 1 and ledger.to_host_total.bytes == 32
+
+
+def test_what_buffers_on_the_device_send_is_on_the_ledger(ledger):
+    spec = EnvSpec("t", "t", 2, (3,), np.dtype(np.float32), Discrete(2))
+    sent = []
+
+    def send(array):
+        sent.append(ledger.send(array))
+        return torch.from_numpy(array)
+
+    row, flags = np.zeros(2, np.float32), np.zeros(2, bool)
+    for buffer in (
+        DeviceReplay(spec, 100, device=CPU, send=send),
+        DequeBuffer(spec, 100, 1, 0.9, 0, CPU, send),
+    ):
+        for t in range(9):
+            obs = np.full((2, 3), t, np.float32)
+            step = Step(obs + 1, row, row, flags, flags, ~flags, np.arange(2, dtype=np.int32))
+            buffer.add(obs, np.zeros(2, int), {}, step)
+        buffer.sample(4)
+        assert len(sent) == ledger.to_device_total.copies > 0
+        assert sum(x.nbytes for x in sent) == ledger.to_device_total.bytes
+        before = len(sent)
+        buffer.sample(4)
+        # Nothing more goes there where the contents already are.
+        assert len(sent) - before == (0 if isinstance(buffer, DeviceReplay) else 5)

@@ -120,7 +120,7 @@ class DQN:
         if batch.obs.device.type == self._device.type:
             return tensors
         with self._phases("h2d"):
-            return [x.to(self._device) for x in tensors]
+            return [self._runtime.transfers.to_device(x.numpy()) for x in tensors]
 
     def _move_target(self) -> None:
         if self._cfg.tau == 1:
