@@ -420,7 +420,11 @@ class ActorCritic(nn.Module):
 
 
 class QNetwork(nn.Module):
-    """obs -> one value per action."""
+    """obs -> one value per action.
+
+    It begins orthogonal with biases of 0, as PPO's networks do; Stable-Baselines3 and CleanRL leave
+    DQN's as torch makes them (uniform within 1 / sqrt(inputs)), so that Q begins nearer to 0.
+    """
 
     def __init__(
         self,

@@ -167,7 +167,9 @@ class PPOSettings(Frozen):
     normalize_advantage: bool = True
     """Per minibatch, over its valid rows."""
     target_kl: PositiveFloat | None = None
-    """Stop the epochs of an update once the approximate KL exceeds 1.5 times this."""
+    """Stop after an epoch whose last minibatch has an approximate KL above 1.5 times this. Stable-
+    Baselines3 looks at each minibatch and stops before that step; here an epoch may be one graph,
+    so that up to `num_minibatches` more steps are taken."""
     normalize_obs: bool = False
     """By running mean and standard deviation, clipped to +-10. Statistics move between updates."""
     normalize_reward: bool = False
