@@ -61,14 +61,14 @@ class Chance(gym.Env):
     """Draws from every generator that it does not own; observes what it drew."""
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (6,), np.float64)
-    action_space = gym.spaces.Discrete(2**50)
+    action_space = gym.spaces.Discrete(2)
 
     def __init__(self):
         self._made = random.random()
 
     def _observe(self):
         drawn = [random.random(), np.random.rand(), torch.rand(()).item(), self._made]
-        drawn += [self.action_space.sample() / 2**50, self.np_random.random()]
+        drawn += [float(self.observation_space.sample()[0]), self.np_random.random()]
         return np.array(drawn)
 
     def reset(self, *, seed=None, options=None):

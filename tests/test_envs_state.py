@@ -297,6 +297,30 @@ def test_a_class_that_does_something_when_it_is_freed_is_never_made_from_data():
         snapshot.read(parsed, [[], env])
 
 
+@pytest.mark.parametrize("every", [0, 512])
+def test_a_run_that_draws_from_the_process_resumes_exactly(tmp_path, cli, every):
+    """Also with evaluations between, whose environments draw from the process as well."""
+    plain = (
+        "env=gym", "env.id=tests.foreign:Chance-v0", "backend=gymnasium", "tracking=none", "seed=1",
+        "backend.num_envs=2", "algo.horizon=64", "checkpoint.every_steps=256", "eval.episodes=2",
+        f"eval.every_steps={every}",
+    )  # fmt: skip
+    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    weights = []
+    for name, parts in {"whole": (1536,), "parts": (768, 1536)}.items():
+        folder = tmp_path / name
+        for i, steps in enumerate(parts):
+            where = f"resume={folder}" if i else f"hydra.run.dir={folder}"
+            # Schedules run over total_steps: it is told apart only by where the run stops.
+            done = cli(*plain, "algo.anneal_lr=false", f"total_steps={steps}", where, env=path)
+            assert done.returncode == 0, done.stderr
+        result = json.loads((folder / "result.json").read_text())
+        assert name == "whole" or result["resume"]["exact"]
+        newest = max((folder / "checkpoints").glob("step-*.pt"))
+        weights.append(torch.load(newest, weights_only=True)["learner"]["params"])
+    assert torch.equal(*weights)
+
+
 def test_a_run_with_a_hostile_state_begins_its_games_anew_and_says_so(tmp_path, cli):
     plain = ("total_steps=600", "backend=gymnasium", "tracking=none", "eval.episodes=0")
     done = cli(*plain, "checkpoint.every_steps=256", f"hydra.run.dir={tmp_path / 'a'}")
