@@ -20,7 +20,7 @@ from rl_pipeline.evaluate import evaluate
 from rl_pipeline.files import Claim, told, working_directory, write_json
 from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
 from rl_pipeline.session import Session
-from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.settings import ConfigError, PPOSettings, Settings
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import Progress
 from rl_pipeline.telemetry.provenance import changed_code, provenance
@@ -33,25 +33,27 @@ from rl_pipeline.types import Learner, VecEnv
 
 def make_envs(settings: Settings, num_envs: int, seed: int, num_threads: int) -> VecEnv:
     """The environments of a run or of its evaluation."""
+    # A normaliser takes the mean away before anything is rounded to float32.
+    wide = isinstance(settings.algo, PPOSettings) and settings.algo.normalize_obs
     match settings.backend.name:
         case "gymnasium":
             from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
 
-            return GymnasiumVecEnv(settings.env, num_envs, seed)
+            return GymnasiumVecEnv(settings.env, num_envs, seed, wide)
         case "gymnasium_async":
             from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv
 
             timeout_s = settings.backend.step_timeout_s
             assert timeout_s is not None
-            return GymnasiumAsyncVecEnv(settings.env, num_envs, seed, timeout_s)
+            return GymnasiumAsyncVecEnv(settings.env, num_envs, seed, timeout_s, wide)
         case "gymnasium_native":
             from rl_pipeline.envs.gymnasium_native import GymnasiumNativeVecEnv
 
-            return GymnasiumNativeVecEnv(settings.env, num_envs, seed, num_threads)
+            return GymnasiumNativeVecEnv(settings.env, num_envs, seed, num_threads, wide)
         case "envpool" | "envpool_async":
             from rl_pipeline.envs.envpool import EnvPoolVecEnv
 
-            return EnvPoolVecEnv(settings.env, num_envs, seed, num_threads)
+            return EnvPoolVecEnv(settings.env, num_envs, seed, num_threads, wide)
 
 
 def make_training_envs(

@@ -28,7 +28,7 @@ from rl_pipeline.telemetry.recorder import Recorder, bottleneck
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker
 from rl_pipeline.terminal import say
 from rl_pipeline.transfers import HiddenWaits, Transfers
-from rl_pipeline.types import Episode, Learner, Metrics, ReplayBuffer, VecEnv
+from rl_pipeline.types import Episode, Learner, Metrics, ReplayBuffer, StateError, VecEnv
 
 DRAIN_S = 60.0
 """How long a finished run waits for the tracking store to take the last rows."""
@@ -272,7 +272,8 @@ class Session:
         self._evals = state["evals"]
         self._curve = [Evaluation(*point) for point in state.get("curve", ())]
         self.recorder.episodes(Episode(*game) for game in state["recent"])
-        known = state["env_state"] is not None
+        obs, trouble = self._restore_envs(state["env_state"])
+        known = obs is not None
         self.facts["resume"] = {
             "from_env_steps": self.counters.env_steps, "exact": exact and known,
         }  # fmt: skip
@@ -280,12 +281,18 @@ class Session:
             self._restore_replay(self.replay, state, known)
         self.progress.message(
             f"resumed at {self.counters.env_steps:,} env steps"
-            + ("" if known else "; games that were under way begin anew")
+            + ("" if known else f"; games that were under way begin anew{trouble}")
         )
-        if known:
-            return self.envs.load_state(state["env_state"].numpy().tobytes())
-        # This backend cannot export its environments: new episodes begin here.
-        return self.envs.reset()
+        return self.envs.reset() if obs is None else obs
+
+    def _restore_envs(self, state: torch.Tensor | None) -> tuple[np.ndarray | None, str]:
+        """The current observations, or None (and why) where new episodes must begin."""
+        if state is None:  # this backend cannot export its environments
+            return None, ""
+        try:
+            return self.envs.load_state(state.numpy().tobytes()), ""
+        except StateError as error:
+            return None, f" ({error})"
 
     def _restore_replay(self, replay: Replay, state: dict[str, Any], known: bool) -> None:
         contents = state["replay"]

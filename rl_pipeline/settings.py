@@ -167,7 +167,9 @@ class PPOSettings(Frozen):
     normalize_advantage: bool = True
     """Per minibatch, over its valid rows."""
     target_kl: PositiveFloat | None = None
-    """Stop the epochs of an update once the approximate KL exceeds 1.5 times this."""
+    """Stop after an epoch whose last minibatch has an approximate KL above 1.5 times this. Stable-
+    Baselines3 looks at each minibatch and stops before that step; here an epoch may be one graph,
+    so that up to `num_minibatches` more steps are taken."""
     normalize_obs: bool = False
     """By running mean and standard deviation, clipped to +-10. Statistics move between updates."""
     normalize_reward: bool = False
@@ -434,6 +436,11 @@ class Settings(Frozen):
             raise ValueError(
                 f"network=nature_cnn needs images, env={self.env.name} has none; use network=mlp"
             )
+        if self.network.name == "nature_cnn" and getattr(self.algo, "normalize_obs", False):
+            raise ValueError(
+                "algo.normalize_obs=true does not go with network=nature_cnn, which scales images "
+                "by the bounds of their space; leave it out, or use network=mlp"
+            )
         if self.tracking.name == "none" and (self.tracking.uri or self.tracking.experiment):
             raise ValueError(
                 "tracking.uri and tracking.experiment have no effect with tracking=none; use "
@@ -458,6 +465,16 @@ class Settings(Frozen):
                 raise ValueError(
                     f"algo.num_minibatches={algo.num_minibatches} must divide algo.horizon x "
                     f"backend.num_envs = {algo.horizon} x {self.backend.num_envs} = {rows}"
+                )
+            if rows == algo.num_minibatches:
+                why = "its normalised advantage is always 0, so that the policy never moves"
+                if not algo.normalize_advantage:
+                    why = "it is empty where that row only resets an environment"
+                raise ValueError(
+                    f"algo.num_minibatches={algo.num_minibatches} leaves one row a minibatch "
+                    f"(algo.horizon x backend.num_envs = {algo.horizon} x {self.backend.num_envs} "
+                    f"= {rows} rows), and {why}; use a longer algo.horizon, more "
+                    "backend.num_envs or fewer algo.num_minibatches"
                 )
         else:
             if buffer.name == "rollout":

@@ -520,6 +520,31 @@ def test_both_backends_see_the_same_pixels(task, atari, limit, num_steps):
     pool.close()
 
 
+@pytest.mark.parametrize("episodic_life", [True, False])
+@pytest.mark.parametrize("backend", [*BACKENDS, "gymnasium_async"])
+def test_an_end_in_exactly_the_limit_s_step_is_a_termination_too(backend, episodic_life):
+    atari = {"noop_max": 1, "episodic_life": episodic_life}
+
+    def play(limit):
+        vec = make(backend, settings("breakout", atari=atari, max_episode_steps=limit), 1)
+        rng = np.random.default_rng(0)
+        vec.reset()
+        taken, over = 0, False
+        while not over:
+            step = vec.step(rng.integers(0, 4, 1))
+            taken, over = taken + 1, step.terminated[0] or step.truncated[0]
+        after = vec.step(rng.integers(0, 4, 1))
+        games = vec.pop_episodes()
+        vec.close()
+        return taken, bool(step.terminated[0]), bool(step.truncated[0]), bool(after.valid[0]), games
+
+    t, terminated, truncated, _, games = play(27_000)
+    assert terminated and not truncated and len(games) == (not episodic_life)
+    at, terminated, truncated, valid, games = play(t)
+    assert (at, terminated, truncated, valid) == (t, True, True, False)
+    assert [game.length for game in games] == [t]
+
+
 @on_both
 def test_noops_and_sticky_actions_vary_games(backend):
     def screens(**atari):
