@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from rl_pipeline.config import near
@@ -26,15 +25,15 @@ Model = TypeVar("Model", bound=Frozen)
 def parse(model: type[Model], argv: list[str]) -> Model:
     """Checked arguments; raises ConfigError naming bad keys with the nearest valid ones."""
     valid = list(model.model_fields)
-    values = {}
+    values: dict[str, str | None] = {}
     for argument in argv:
         key, equals, value = argument.partition("=")
         if not equals:
             raise ConfigError(f"{argument} is no key=value")
         if key not in valid:
             raise ConfigError(f"{key} is no argument here{near(key, valid)}")
-        # As Hydra reads numbers and null; the rest stays the text it is.
-        values[key] = OmegaConf.from_dotlist([f"value={value}"])["value"]
+        # The text that it is, so that any name or path is one: no grammar, no quotes of its own.
+        values[key] = None if value == "null" else value
     try:
         return model.model_validate(values)
     except ValidationError as error:
