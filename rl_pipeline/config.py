@@ -22,19 +22,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from rl_pipeline import files, stop, terminal
+from rl_pipeline import files, origins, stop, terminal
 from rl_pipeline.files import working_directory
+from rl_pipeline.origins import CONF, parse_overrides
 from rl_pipeline.runs import (
     claim_folder,
-    parse_overrides,
     run_dir,
     with_resumed_overrides,
     with_resumed_sweep,
 )
 from rl_pipeline.settings import ConfigError, Settings
-
-PACKAGE = Path(__file__).parent
-CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 
 # Options that DESIGN names and a later version brings: answered plainly, not as a misspelling.
 PLANNED = {
@@ -160,7 +157,8 @@ def explain_composition(error: Exception) -> str:
     cause = str(error.__cause__ or "")
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
-        hint = f"; such a value needs quotes of its own: \"{key}='{value}'\"" if value else ""
+        line = terminal.in_shell(f"{key}={terminal.quoted(value, interpolating=True)}")
+        hint = f"; such a value needs quotes of its own: {line}" if value else ""
         why = next(line for line in text.splitlines() if not line.startswith("Error parsing"))
         if homes := [group for group in groups() if not value and _option_file(group, key)]:
             hint = f"; did you mean {homes[0]}={key}?"
@@ -245,7 +243,8 @@ def run_main(main: Callable[[], Any]) -> None:
         with stop.handling(stop.interrupt), refusing():
             _die_with_the_sweep()
             _check_dashes(sys.argv[1:])
-            sys.argv[1:] = with_resumed_sweep(with_resumed_overrides(sys.argv[1:]))
+            sys.argv[1:] = with_resumed_overrides(sys.argv[1:])
+            sys.argv[1:] = with_resumed_sweep(sys.argv[1:])
             main()
     except (stop.Killed, KeyboardInterrupt) as error:
         killed = error if isinstance(error, stop.Killed) else stop.Killed("SIGINT")
@@ -322,7 +321,7 @@ def recipe_of(algo: str, env: str) -> str:
 
 def _option_file(group: str, option: str) -> Path | None:
     """Where an option of a group is written down, ours or the user's."""
-    files = (folder / group / f"{option}.yaml" for folder in (CONF, Path.cwd() / "conf"))
+    files = (folder / group / f"{option}.yaml" for folder in (CONF, origins.conf_folder()))
     return next((file for file in files if file.exists()), None)
 
 
@@ -353,6 +352,8 @@ def sweep_settings(config: DictConfig) -> list[Settings]:
                 cfg = hydra.config_loader.load_sweep_config(config, list(job))
                 settings.append(load(job_config(cfg)))
                 check_machine(settings[-1], here)
+                if again := settings[-1].study.resume:
+                    origins.check_same(cfg, config, f"study.resume={again}")
                 if settings[-1].resume:
                     raise ConfigError("resume continues one run and cannot be swept")
             except (ConfigError, HydraException) as error:

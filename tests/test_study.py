@@ -259,14 +259,17 @@ def test_a_sweep_is_resumed_with_its_own_overrides_and_those_of_now_win(tmp_path
     (folder / "study.json").write_text(json.dumps(saved))
     found = runs.with_resumed_sweep(["study.resume=n", "seed=1,2"])
     assert found == ["-m", "backend=a,b", "study.resume=n", "seed=1,2",
-                     "hydra.sweep.dir='multirun/a'"]  # fmt: skip
+                     "hydra.sweep.dir=multirun/a"]  # fmt: skip
     assert runs.with_resumed_sweep(["seed=1"]) == ["seed=1"]
-    saved["config_dir"] = ["--config-dir", "mine"]
+    for name in ("mine", "other"):
+        Path(name).mkdir()
+    mine = str(Path("mine").absolute())
+    saved["composed_from"] = {"working_directory": "/", "search_path": [], "config_dir": mine}
     (folder / "study.json").write_text(json.dumps(saved))
-    flags = runs.with_resumed_sweep(["study.resume=n"])[:3]
-    assert flags == ["-m", "--config-dir", "mine"]
-    flags = runs.with_resumed_sweep(["study.resume=n", "--config-dir", "other"])[:3]
-    assert flags == ["-m", "--config-dir", "other"]
+    line = runs.with_resumed_sweep(["study.resume=n"])
+    assert line[:2] == ["-m", f"--config-dir={mine}"]
+    line = runs.with_resumed_sweep(["--config-dir", "other", "study.resume=n"])
+    assert line[:3] == ["-m", "--config-dir", "other"]
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from omegaconf import DictConfig
 
 from rl_pipeline import jobs, report
 from rl_pipeline.cpus import cpu_budget
-from rl_pipeline.runs import finished_jobs, free_number, parse_overrides
+from rl_pipeline.origins import parse_overrides
+from rl_pipeline.runs import finished_jobs, free_number
 from rl_pipeline.settings import ConfigError
 
 
