@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import ctypes
 import difflib
+import math
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
@@ -173,6 +178,8 @@ def explain_composition(error: Exception) -> str:
         return f"{group}={option} does not exist here; {_options(group, option)}"
     if found := re.search(r"Could not override '([^']+)'", text):
         key = found.group(1).split("@")[0]
+        if key == "env.kwargs":
+            return f"{key} gets new arguments with a plus: +{key}=..., or +{key}.name=..."
         if key in groups():
             return f"{key} cannot be overridden there: {cause or text}"
         if key in known_keys():
@@ -334,40 +341,80 @@ def sweep_settings(config: DictConfig) -> list[Settings]:
 
     Other sweepers decide while they run: for them only the base configuration is checked.
     """
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.global_hydra import GlobalHydra
 
     if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
         return [load(job_config(config))]
     here = not str(config.hydra.launcher._target_).endswith("RayLauncher")
-    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-    arguments = [f"{k}={v}" for k, v in params.items()] + list(config.hydra.overrides.task)
-    hydra = GlobalHydra.instance().hydra
-    assert hydra is not None
+    loader = GlobalHydra.instance().config_loader()
     settings = []
-    for batch in BasicSweeper.split_arguments(parse_overrides(arguments), max_batch_size=None):
-        for job in batch:
-            try:
-                check_recipe(list(job))
-                cfg = hydra.config_loader.load_sweep_config(config, list(job))
-                settings.append(load(job_config(cfg)))
-                check_machine(settings[-1], here)
-                if again := settings[-1].study.resume:
-                    origins.check_same(cfg, config, f"study.resume={again}")
-                if settings[-1].resume:
-                    raise ConfigError("resume continues one run and cannot be swept")
-            except (ConfigError, HydraException) as error:
-                why = str(error) if isinstance(error, ConfigError) else explain_composition(error)
-                raise ConfigError(f"job {' '.join(job)}: {why}") from None
+    for job in _grid(config, loader):
+        try:
+            check_recipe(job)
+            cfg = loader.load_sweep_config(config, job)
+            settings.append(load(job_config(cfg)))
+            check_machine(settings[-1], here)
+            if again := settings[-1].study.resume:
+                origins.check_same(cfg, config, f"study.resume={again}")
+            if settings[-1].resume:
+                raise ConfigError("resume continues one run and cannot be swept")
+        except (ConfigError, HydraException) as error:
+            why = str(error) if isinstance(error, ConfigError) else explain_composition(error)
+            raise ConfigError(f"job {' '.join(job)}: {why}") from None
     return settings
 
 
+MOST_JOBS = 10_000
+"""More are a slip of the pen."""
+
+
+def _grid(config: DictConfig, loader: ConfigLoader) -> list[list[str]]:
+    """The overrides of every job, as Hydra's own sweeper will make them; raises ConfigError."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    if (size := config.hydra.sweeper.max_batch_size) is not None and size < 1:
+        raise ConfigError(f"hydra.sweeper.max_batch_size={size}: must be at least 1")
+    arguments = [f"{k}={v}" for k, v in _params(config).items()]
+    arguments += list(config.hydra.overrides.task)
+    # The loader knows the options that glob() chooses from.
+    overrides = OverridesParser.create(config_loader=loader).parse_overrides(arguments)
+    sizes = {o.get_key_element(): _size(o) for o in overrides if o.is_sweep_override()}
+    if math.prod(sizes.values()) > MOST_JOBS:
+        raise ConfigError(
+            f"{' x '.join(sizes)} are more than {MOST_JOBS:,} jobs; sweep over fewer values"
+        )
+    batches = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    return [job for batch in batches for job in batch]
+
+
+def _size(override: Override) -> int:
+    """How many values a key is swept over, up to one more than may be; raises ConfigError."""
+    line = override.input_line
+    if override.is_interval_sweep():
+        key = override.get_key_element()
+        raise ConfigError(
+            f"{line}: a grid needs single values, e.g. {key}=choice(...) or {key}=range(...); an "
+            "interval is for hydra/sweeper=optuna"
+        )
+    try:
+        size = sum(1 for _ in islice(override.sweep_string_iterator(), MOST_JOBS + 1))
+    except (ValueError, ArithmeticError, HydraException) as error:
+        raise ConfigError(f"{line}: {error}") from None
+    if not size:
+        raise ConfigError(f"{line}: there is nothing to sweep over")
+    return size
+
+
+def _params(config: DictConfig) -> dict[str, Any]:
+    return dict((OmegaConf.select(config, "hydra.sweeper.params") or {}).items())
+
+
 def varied_keys(config: DictConfig) -> list[str]:
-    """The keys that a sweep varies, from the command line and from hydra.sweeper.params."""
-    overrides = parse_overrides(list(config.hydra.overrides.task))
-    swept = [o.key_or_group for o in overrides if o.is_sweep_override()]
-    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-    return swept + [str(k).lstrip("+") for k in params if str(k).lstrip("+") not in swept]
+    """The keys that a sweep varies, from hydra.sweeper.params and the command line."""
+    preset = [f"{k}={v}" for k, v in _params(config).items()]
+    overrides = parse_overrides(preset + list(config.hydra.overrides.task))
+    last = {o.key_or_group: o for o in overrides}
+    return [key for key, override in last.items() if override.is_sweep_override()]
 
 
 def job_config(config: DictConfig) -> DictConfig:

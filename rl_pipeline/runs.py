@@ -153,7 +153,7 @@ def with_resumed_overrides(argv: list[str]) -> list[str]:
     folder = find_run(name)
     record, what = record_of(folder), f"resume={name}"
     flags, places = origins.put_back(record.get("composed_from"), argv, what)
-    keys = {key_of(text) for text in args.overrides}
+    keys = _new_values(args.overrides)
     saved = [
         _as_chosen(text, record["settings"])
         for text in record["overrides"] if key_of(text) not in keys
@@ -166,6 +166,11 @@ def with_resumed_overrides(argv: list[str]) -> list[str]:
     line = [*flags, *argv[:first], *places, *kept, *mode, *place, *argv[first:]]
     origins.check_trust(line, argv, what)
     return line
+
+
+def _new_values(overrides: list[str]) -> set[str]:
+    # What is deleted must have been there.
+    return {key_of(text) for text in overrides if not text.startswith("~")}
 
 
 def _named(argv: list[str], key: str) -> str | None:
@@ -248,7 +253,7 @@ def with_resumed_sweep(argv: list[str]) -> list[str]:
     folder = find_sweep(name)
     study, what = study_of(folder), f"study.resume={name}"
     flags, places = origins.put_back(study.get("composed_from"), argv, what)
-    keys = {key_of(a) for a in args.overrides}
+    keys = _new_values(args.overrides)
     # Given twice, a swept key would be crossed with itself.
     left = [o for o in study["overrides"]
             if key_of(o) not in keys | {"study.resume", "hydra.sweep.dir"}]  # fmt: skip

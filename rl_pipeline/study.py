@@ -197,6 +197,14 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
         raise ConfigError("study.interleave=true repeats the grid over seeds: add seed=1,2,3")
     if study.interleave and config.hydra.launcher.shuffle:
         raise ConfigError("hydra.launcher.shuffle has no effect with study.interleave=true")
+    if _ordered_by_us(config):
+        from hydra_plugins.rl_pipeline_plugins.process_launcher import ProcessLauncher
+
+        own = {str(k): v for k, v in config.hydra.launcher.items() if k != "_target_"}
+        try:
+            ProcessLauncher(**own)
+        except TypeError as error:
+            raise ConfigError(f"hydra.launcher: {error}") from None
     sweeper = config.hydra.sweeper
     if study.resume and not _is_grid(config):
         raise ConfigError(

@@ -87,7 +87,7 @@ class ProcessLauncher(Launcher):
         return order
 
     def _run_all(self, waiting: list[jobs.Job], order: list[int]) -> list[float]:
-        slots = list(range(self.n_jobs))
+        slots = list(range(min(self.n_jobs, max(1, len(waiting)))))
         results = [float("nan")] * len(waiting)
 
         def one(index: int) -> None:
@@ -99,7 +99,7 @@ class ProcessLauncher(Launcher):
             finally:
                 slots.append(slot)
 
-        pool = ThreadPoolExecutor(self.n_jobs)
+        pool = ThreadPoolExecutor(len(slots))
         try:
             list(pool.map(one, order))
         except BaseException:
