@@ -12,8 +12,9 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
@@ -55,15 +56,31 @@ def load(cfg: DictConfig) -> Settings:
 
     Raises ConfigError naming every bad key, its nearest valid ones, and what was expected.
     """
-    missing = sorted(OmegaConf.missing_keys(cfg))
+    try:
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        values: Any = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        where = _unresolved(cfg) or error.full_key
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from None
     if missing:
         raise ConfigError("\n".join(f"{key} must be given, e.g. {key}=..." for key in missing))
-    values: Any = OmegaConf.to_container(cfg, resolve=True)
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
         lines = [_explain(e, values) for e in error.errors()]
         raise ConfigError("\n".join(lines)) from None
+
+
+def _unresolved(cfg: DictConfig, prefix: str = "") -> str | None:
+    """The first key whose interpolation leads nowhere."""
+    for key in cfg:
+        try:
+            value = cfg[key]
+        except OmegaConfBaseException:
+            return f"{prefix}{key!s}"
+        if isinstance(value, DictConfig) and (found := _unresolved(value, f"{prefix}{key!s}.")):
+            return found
+    return None
 
 
 def _explain(error: Any, values: dict[str, Any]) -> str:
@@ -92,9 +109,11 @@ def _explain(error: Any, values: dict[str, Any]) -> str:
         case "literal_error" | "union_tag_invalid":
             group, given = path[0], _get(values, path)
             if key == f"{group}.name":
-                if given in PLANNED.get(group, ()):
-                    return _planned(group, given)
+                if str(given) in PLANNED.get(group, ()):
+                    return _planned(group, str(given))
                 return f"{key}={given}: {_options(group, str(given))}"
+    if error["type"] == "int_parsing_size":
+        return f"{key}={error['input']}: is beyond what can be counted"
     if error["type"] == "tuple_type":
         return f"{key}={error['input']}: must be a list, e.g. {key}=[{error['input']}]"
     message = error["msg"][0].lower() + error["msg"][1:]
@@ -171,7 +190,7 @@ def explain_composition(error: Exception) -> str:
     if found := re.search(r"Ambiguous value for argument '([^=']+)=(.*?)'\n", text):
         key, value = found.groups()
         return f"{key}={value}: several values make a sweep, add -m; one list is {key}=[{value}]"
-    if found := re.search(r"Could not find '([\w/]+)/([^'/]+)'", text):
+    if found := re.search(r"Could not find '([\w/]+)/([^'/]*)'", text):
         group, option = found.groups()
         if option in PLANNED.get(group, ()):
             return _planned(group, option)
@@ -189,7 +208,18 @@ def explain_composition(error: Exception) -> str:
         if key.startswith("env.kwargs.") or "kwargs" in key:
             hint = f"; a new constructor argument is added with a plus: +{key}=..."
         return f"{key} is not a setting{hint}"
-    return "\n".join(part for part in (text, cause) if part)
+    if "recipe_of" in text:
+        return "env and algo must each be one option of theirs, e.g. env=cartpole algo=ppo"
+    words = "\n".join(part for part in (text, cause) if part)
+    words = re.split(r"\n\s*(?:Config search path|Search path|Available options)", words)[0]
+    lines = re.sub(r"\n\s*(?:full_key|object_type|reference_type)[^\n]*", "", words)
+    of = getattr(error, "full_key", None)
+    return f"{of}: {lines}" if of else lines
+
+
+def one_line(error: object) -> str:
+    """The words of another's error, on a line."""
+    return " ".join(str(error).split())[:500]
 
 
 def _planned(group: str, option: str) -> str:
@@ -221,6 +251,32 @@ class Refused(SystemExit):
     """Bad input was answered; the exit code is 2."""
 
 
+def _printable(line: str) -> str:
+    # What was given may be of any length and hold any character.
+    text = line if line.isprintable() else repr(line)[1:-1]
+    return text if len(text) < 2000 else f"{text[:1000]} ... {text[-100:]}"
+
+
+def _composing(error: Exception) -> str | None:
+    """The file that Hydra read when it raised an error of another's, as a prefix of a message.
+
+    Empty where it composed without a file, None where it did not compose.
+    """
+    place, code = None, _composing.__code__
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_name == "run_job":
+            return None
+        if code.co_name in ("load_configuration", "_get_rerun_conf"):
+            place = ""
+        if code.co_name == "parse_overrides" and "override" in frame.f_locals:
+            place = f"{frame.f_locals['override']}: "
+        if code.co_name == "load_config" and "full_path" in frame.f_locals:
+            place = f"{frame.f_locals['full_path']} is no configuration: "
+    # Flags that do not go together.
+    return "" if code.co_name == "_run_hydra" else place
+
+
 @contextmanager
 def refusing(
     hint: str = "--cfg job --resolve prints the settings, --help the groups",
@@ -233,7 +289,13 @@ def refusing(
         message = str(error)
     except (HydraException, OmegaConfBaseException) as error:
         message = explain_composition(error)
-    print("\n".join(f"error: {line}" for line in message.splitlines() if line), file=sys.stderr)
+    except (Exception, RecursionError) as error:
+        where = _composing(error)
+        if where is None:
+            raise
+        message = where + (one_line(error) or type(error).__name__)
+    lines = (_printable(line) for line in message.splitlines() if line.strip())
+    print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
     print(f"       {hint}", file=sys.stderr)
     raise Refused(2)
 
@@ -249,7 +311,7 @@ def run_main(main: Callable[[], Any]) -> None:
         # A sweep that is told to end must end its jobs, as with Ctrl-C.
         with stop.handling(stop.interrupt), refusing():
             _die_with_the_sweep()
-            _check_dashes(sys.argv[1:])
+            _check_arguments(sys.argv[1:])
             sys.argv[1:] = with_resumed_overrides(sys.argv[1:])
             sys.argv[1:] = with_resumed_sweep(sys.argv[1:])
             main()
@@ -266,11 +328,38 @@ def run_main(main: Callable[[], Any]) -> None:
         files.end_claims()
 
 
-def _check_dashes(argv: list[str]) -> None:
+_MAY_BE_NONE = ("debug", "experiment", "local", "sweep")
+"""Groups without an option of their own accord."""
+
+
+def _check_arguments(argv: list[str]) -> None:
+    if not (str(Path.cwd()) + "".join(argv)).isascii():
+        for text in (str(Path.cwd()), *argv):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ConfigError(f"{text!r} is not UTF-8, which Hydra's files are") from None
     for argument in argv:
+        if not argument or argument.startswith("="):
+            raise ConfigError(f"'{argument}' is no key=value")
         key = argument.lstrip("-").split("=")[0]
         if argument.startswith("--") and "=" in argument and key in known_keys() + groups():
             raise ConfigError(f"{argument}: settings have no dashes; use {argument.lstrip('-')}")
+        _check_option(argument)
+
+
+def _check_option(argument: str) -> None:
+    """Refuse what is no name where a group's option is chosen; Hydra would not say which group."""
+    with suppress(HydraException):  # explained where it composes
+        (override,) = OverridesParser.create().parse_overrides([argument])
+        group, given = override.key_or_group, override.value()
+        if override.is_delete() or not (group in groups() or "/" in group or group == "hydra"):
+            return
+        if given is None and group in _MAY_BE_NONE:
+            raise ConfigError(f"{argument} is what holds without it; leave it out")
+        if given is None or given == "" or isinstance(given, int | float):
+            names = f"; {_options(group)}" if group in groups() else ""
+            raise ConfigError(f"{argument}: the name of an option is meant{names}")
 
 
 def _die_with_the_sweep() -> None:
@@ -295,7 +384,25 @@ class Gate(Callback):
             check_machine(settings)
             check_study(settings)
             subdir = config.hydra.output_subdir
+            check_place("hydra.run.dir", str(config.hydra.run.dir))
+            if subdir and (Path(subdir).is_absolute() or ".." in Path(subdir).parts):
+                raise ConfigError(
+                    f"hydra.output_subdir={subdir}: must be a folder inside that of the run"
+                )
             claim_folder(settings, Path(str(config.hydra.run.dir)), subdir and str(subdir))
+
+
+def check_place(key: str, folder: str) -> None:
+    """Refuse a folder that Hydra cannot work in; raises ConfigError."""
+    if not folder.strip():
+        raise ConfigError(f"{key} is empty; a dot means the working directory: {key}=.")
+    if "\0" in folder:
+        raise ConfigError(f"{key}={folder!r}: holds a NUL, as no folder's name does")
+    if "${" in os.path.abspath(folder):
+        raise ConfigError(
+            f"{key}={os.path.abspath(folder)}: Hydra reads ${{ in a path as an interpolation; "
+            "choose or rename the folder"
+        )
 
 
 def check_study(settings: Settings) -> None:
@@ -320,7 +427,9 @@ def recipe_of(algo: str, env: str) -> str:
     file = _option_file("env", env)
     if file is None or _option_file("recipe", own):
         return own
-    for default in OmegaConf.select(OmegaConf.load(file), "defaults", default=()):
+    task = OmegaConf.load(file)
+    defaults = task.get("defaults") if isinstance(task, DictConfig) else None
+    for default in defaults if isinstance(defaults, ListConfig) else ():
         if found := re.fullmatch(r"base/(\w+)@_here_", str(default)):
             return f"{algo}_{found.group(1)}"
     return own
@@ -343,6 +452,9 @@ def sweep_settings(config: DictConfig) -> list[Settings]:
     """
     from hydra.core.global_hydra import GlobalHydra
 
+    for part in ("sweeper", "launcher"):
+        if "_target_" not in (config.hydra[part] or {}):
+            raise ConfigError(f"hydra.{part} must be one; leave it out")
     if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
         return [load(job_config(config))]
     here = not str(config.hydra.launcher._target_).endswith("RayLauncher")

@@ -16,7 +16,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rl_pipeline import origins
-from rl_pipeline.config import near, refusing, sweep_settings, varied_keys
+from rl_pipeline.config import check_place, near, refusing, sweep_settings, varied_keys
 from rl_pipeline.origins import parse_overrides
 from rl_pipeline.processes import myself, sweeps_elsewhere
 from rl_pipeline.runs import STUDY_FILE, flatten, has_run
@@ -53,6 +53,7 @@ class Study(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Create the parent run and tell the jobs about it."""
         with refusing():
+            check_place("hydra.sweep.dir", str(config.hydra.sweep.dir))
             grid = sweep_settings(config)
             folder = Path(str(config.hydra.sweep.dir)).resolve()
             _check(config, grid, folder)
