@@ -28,7 +28,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from rl_pipeline import files, origins, stop, terminal
+from rl_pipeline import files, memory, origins, stop, terminal
 from rl_pipeline.files import working_directory
 from rl_pipeline.origins import CONF, parse_overrides
 from rl_pipeline.runs import (
@@ -555,6 +555,8 @@ def check_machine(settings: Settings, here: bool = True) -> None:
             "device=cuda cannot run here: this torch is built without CUDA; use device=cpu or "
             "device=auto"
         )
+    if here:
+        memory.check(settings)
     if settings.tracking.name == "none":
         return
     if settings.tracking.uri and redact(settings.tracking.uri) != settings.tracking.uri:

@@ -19,7 +19,7 @@ from conftest import compose, settings
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from rl_pipeline import config
+from rl_pipeline import config, memory
 from rl_pipeline.config import ConfigError
 
 SAMPLES = "cartpole lunarlander halfcheetah pong atari gym envpool dm_control minigrid procgen"
@@ -245,6 +245,36 @@ def test_odd_overrides_are_answered_by_name(override, words):
     assert words in refused(override)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        (["backend.num_envs=1e9"], "backend.num_envs=1000000000"),
+        (["backend=gymnasium_async", "backend.num_envs=1e6"], "backend.num_envs=1000000"),
+        (["algo.horizon=1e12"], "algo.horizon=1000000000000"),
+        (["network.hidden=[1000000000]"], "network.hidden=[1000000000]"),
+        (["network.hidden=[100000,100000,100000]"], "network.hidden=[100000, 100000, 100000]"),
+        (["algo=dqn", "buffer.capacity=1e15"], "buffer.capacity=1000000000000000"),
+        (["algo=dqn", "buffer=memmap", "buffer.capacity=1e15"], "buffer.capacity="),
+        (["algo=dqn", "algo.batch_size=1e9", "buffer.capacity=2e9"], "algo.batch_size=1000000000"),
+        (["eval.num_envs=1e9", "eval.episodes=1e9"], "eval.num_envs=1000000000"),
+        (["backend.num_threads=1e9"], "backend.num_threads=1000000000"),
+        (["env=pong", "env.atari.frame_stack=1e6"], "env.atari.frame_stack=1000000"),
+        (["env=pong", "env.atari.screen_size=1e5"], "env.atari.screen_size=100000"),
+    ],
+)
+def test_what_surely_does_not_fit_into_memory_is_refused(overrides, word):
+    checked = settings(*overrides)
+    with pytest.raises(ConfigError, match="GB of memory") as error:
+        memory.check(checked, 10**11)
+    assert word in str(error.value)
+
+
+def test_what_may_fit_into_memory_is_not_refused():
+    for line in ([], ["env=pong"], ["env=pong", "algo=dqn"], ["eval.num_envs=1e9"],
+                 ["env=pong", "backend.num_envs=512"], ["env=halfcheetah"]):  # fmt: skip
+        memory.check(settings(*line), 8 * 10**9)
+
+
 ODD = [None, "", math.nan, -math.inf, -1, 0, 1e300, True, [], [1, [2]], {}, {"name": 3}, "\0",
        "${x}", 10**400, [None], {"a": {"b": None}}]  # fmt: skip
 
@@ -277,6 +307,7 @@ def test_bad_lines_end_fast_with_code_2_and_leave_nothing(cli):
         (["-m", "seed=1,2", "precision=fp32,fp61"], "precision can be"),
         (["seed=1,2"], "add -m; one list is seed=[1,2]"),
         (["--total_steps=1000"], "use total_steps=1000"),
+        (["backend.num_envs=1e9"], "GB of memory"),
         (["hydra.run.dir="], "hydra.run.dir is empty"),
         (["hydra.run.dir=a\udcff"], "is not UTF-8"),
         (["hydra.output_subdir=../../x"], "hydra.output_subdir=../../x"),
