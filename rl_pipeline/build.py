@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shlex
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +14,7 @@ import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from rl_pipeline import checkpoint, config, jobs, runs
+from rl_pipeline import checkpoint, config, jobs, origins, runs
 from rl_pipeline.evaluate import evaluate
 from rl_pipeline.files import Claim, told, working_directory, write_json
 from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
@@ -26,7 +25,7 @@ from rl_pipeline.telemetry.progress import Progress
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.telemetry.recorder import Recorder
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker, kept_uri
-from rl_pipeline.terminal import say
+from rl_pipeline.terminal import quoted, say, shell_line
 from rl_pipeline.training import make_training
 from rl_pipeline.types import Learner, VecEnv
 
@@ -138,7 +137,12 @@ def requested(settings: Settings) -> dict[str, Any]:
 
 
 def make_facts(
-    settings: Settings, folder: Path, overrides: list[str], runtime: Runtime, run_id: str
+    settings: Settings,
+    folder: Path,
+    overrides: list[str],
+    runtime: Runtime,
+    run_id: str,
+    composed_from: dict[str, Any],
 ) -> dict[str, Any]:
     """What result.json says about a run before its first step."""
     study, name = jobs.study_of(overrides)
@@ -165,10 +169,11 @@ def make_facts(
         reasons["backend"] = f"gymnasium (no EnvPool task is known for env={settings.env.name})"
     if settings.seed is None:
         reasons["seed"] = f"{runtime.seed} (drawn, none was given)"
-    command = ["python", "-m", "rl_pipeline.train", *overrides]
-    commands = {"command": shlex.join(command)}
+    arguments = [*origins.flags(composed_from), *overrides, *origins.search_path(composed_from)]
+    commands = {"command": shell_line("train", *arguments)}
     if settings.resume:
-        commands["resume_command"] = shlex.join([*command, f"resume={settings.resume}"])
+        resume = f"resume={quoted(settings.resume)}"
+        commands["resume_command"] = shell_line("train", *arguments, resume)
     return {
         "run_id": run_id,
         "name": name
@@ -192,7 +197,7 @@ def make_facts(
 
 def _provenance() -> dict[str, Any]:
     """Of the code that runs, wherever one works; of the working directory for an installed copy."""
-    ours = provenance(config.PACKAGE)
+    ours = provenance(origins.PACKAGE)
     return ours if ours["git"] else provenance(working_directory())
 
 
@@ -214,9 +219,15 @@ def make_evaluation(
 
 
 def make_session(
-    settings: Settings, folder: Path, overrides: list[str]
+    settings: Settings,
+    folder: Path,
+    overrides: list[str],
+    composed_from: dict[str, Any] | None = None,
 ) -> tuple[Session, dict[str, Any] | None]:
-    """Build every part of a run; also the checkpoint to continue from, or None."""
+    """Build every part of a run; also the checkpoint to continue from, or None.
+
+    `composed_from` is what origins.origin tells of the configuration.
+    """
     saved, state = None, None
     if settings.resume:
         saved = runs.record_of(folder)
@@ -227,7 +238,7 @@ def make_session(
     else:
         seed = saved["seed"] if saved else secrets.randbits(31)
     runtime = make_runtime(settings, seed)
-    facts = make_facts(settings, folder, overrides, runtime, run_id)
+    facts = make_facts(settings, folder, overrides, runtime, run_id, composed_from or {})
     threads = runtime.threads.env_threads
     phases = runtime.make_phases(settings.profile.name)
     runtime.log.phase = lambda: phases("compile")
@@ -241,8 +252,8 @@ def make_session(
         "seed": seed,
         "settings": settings.model_copy(update={"seed": seed}).model_dump(mode="json"),
     }
-    # Store the current overrides: a later resume starts from them.
-    record["overrides"] = overrides
+    # Store what composes the run now: a later resume starts from it.
+    record |= {"overrides": overrides, "composed_from": composed_from}
     if claim := Claim.held.get(folder):
         claim.begun = True
     write_json(folder / "run.json", record)
@@ -286,7 +297,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
 def _is_ours(error: ValueError) -> bool:
     """Raised by this package, for the user; not from within an environment or a library."""
     *_, last = traceback.walk_tb(error.__traceback__)
-    return Path(last[0].f_code.co_filename).is_relative_to(config.PACKAGE)
+    return Path(last[0].f_code.co_filename).is_relative_to(origins.PACKAGE)
 
 
 def train(cfg: DictConfig) -> dict[str, Any]:
@@ -296,7 +307,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     overrides = [o for o in hydra.overrides.task if not o.startswith("resume=")]
     folder = Path(hydra.runtime.output_dir)
     try:
-        session, state = make_session(settings, folder, overrides)
+        session, state = make_session(settings, folder, overrides, origins.origin(hydra))
     except ValueError as error:
         if not _is_ours(error):
             raise

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from rl_pipeline.config import near
@@ -25,32 +21,21 @@ def usage(model: type[Frozen]) -> str:
     return "\n".join(lines)
 
 
-def _value(text: str, kind: Any) -> Any:
-    """As Hydra reads numbers and null; a name stays the text it is: `%`, `2024` and `it's` too."""
-    if text == "null":
-        return None
-    if kind in (str, str | None, Path, Path | None):
-        return text
-    try:
-        return OmegaConf.from_dotlist([f"value={text}"])["value"]
-    except (yaml.YAMLError, OmegaConfBaseException):
-        return text
-
-
 Model = TypeVar("Model", bound=Frozen)
 
 
 def parse(model: type[Model], argv: list[str]) -> Model:
     """Checked arguments; raises ConfigError naming bad keys with the nearest valid ones."""
     valid = list(model.model_fields)
-    values = {}
+    values: dict[str, str | None] = {}
     for argument in argv:
         key, equals, value = argument.partition("=")
         if not equals:
             raise ConfigError(f"{argument} is no key=value")
         if key not in valid:
             raise ConfigError(f"{key} is no argument here{near(key, valid)}")
-        values[key] = _value(value, model.model_fields[key].annotation)
+        # The text that it is, so that any name or path is one: no grammar, no quotes of its own.
+        values[key] = None if value == "null" else value
     try:
         return model.model_validate(values)
     except ValidationError as error:

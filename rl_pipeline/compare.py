@@ -21,7 +21,9 @@ from rl_pipeline.settings import ConfigError, Float, Frozen, PositiveFloat
 
 
 def _names(value: Any) -> Any:
-    return [v.strip() for v in value.split(",") if v.strip()] if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return [v.strip() for v in value.removeprefix("[").removesuffix("]").split(",") if v.strip()]
 
 
 def levels(value: Any) -> Any:

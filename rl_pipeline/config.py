@@ -7,40 +7,43 @@ from __future__ import annotations
 
 import ctypes
 import difflib
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from rl_pipeline import files, stop, terminal
+from rl_pipeline import files, memory, origins, stop, terminal
 from rl_pipeline.files import working_directory
+from rl_pipeline.origins import CONF, parse_overrides
 from rl_pipeline.runs import (
     check_resume,
     claim_folder,
     find_run,
     is_done,
     is_unshipped,
-    parse_overrides,
     run_dir,
     with_resumed_overrides,
     with_resumed_sweep,
 )
 from rl_pipeline.settings import ConfigError, Settings
 from rl_pipeline.telemetry.stores import check_no_secrets
-
-PACKAGE = Path(__file__).parent
-CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 
 # Options that DESIGN names and a later version brings: answered plainly, not as a misspelling.
 PLANNED = {
@@ -59,15 +62,31 @@ def load(cfg: DictConfig) -> Settings:
 
     Raises ConfigError naming every bad key, its nearest valid ones, and what was expected.
     """
-    missing = sorted(OmegaConf.missing_keys(cfg))
+    try:
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        values: Any = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        where = _unresolved(cfg) or error.full_key
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from None
     if missing:
         raise ConfigError("\n".join(f"{key} must be given, e.g. {key}=..." for key in missing))
-    values: Any = OmegaConf.to_container(cfg, resolve=True)
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
         lines = [_explain(e, values) for e in error.errors()]
         raise ConfigError("\n".join(lines)) from None
+
+
+def _unresolved(cfg: DictConfig, prefix: str = "") -> str | None:
+    """The first key whose interpolation leads nowhere."""
+    for key in cfg:
+        try:
+            value = cfg[key]
+        except OmegaConfBaseException:
+            return f"{prefix}{key!s}"
+        if isinstance(value, DictConfig) and (found := _unresolved(value, f"{prefix}{key!s}.")):
+            return found
+    return None
 
 
 def _explain(error: Any, values: dict[str, Any]) -> str:
@@ -96,9 +115,11 @@ def _explain(error: Any, values: dict[str, Any]) -> str:
         case "literal_error" | "union_tag_invalid":
             group, given = path[0], _get(values, path)
             if key == f"{group}.name":
-                if given in PLANNED.get(group, ()):
-                    return _planned(group, given)
+                if str(given) in PLANNED.get(group, ()):
+                    return _planned(group, str(given))
                 return f"{key}={given}: {_options(group, str(given))}"
+    if error["type"] == "int_parsing_size":
+        return f"{key}={error['input']}: is beyond what can be counted"
     if error["type"] == "tuple_type":
         return f"{key}={error['input']}: must be a list, e.g. {key}=[{error['input']}]"
     message = error["msg"][0].lower() + error["msg"][1:]
@@ -166,7 +187,8 @@ def explain_composition(error: Exception) -> str:
     cause = str(error.__cause__ or "")
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
-        hint = f"; such a value needs quotes of its own: \"{key}='{value}'\"" if value else ""
+        line = terminal.in_shell(f"{key}={terminal.quoted(value, interpolating=True)}")
+        hint = f"; such a value needs quotes of its own: {line}" if value else ""
         why = next(line for line in text.splitlines() if not line.startswith("Error parsing"))
         if homes := [group for group in groups() if not value and _option_file(group, key)]:
             hint = f"; did you mean {homes[0]}={key}?"
@@ -174,13 +196,15 @@ def explain_composition(error: Exception) -> str:
     if found := re.search(r"Ambiguous value for argument '([^=']+)=(.*?)'\n", text):
         key, value = found.groups()
         return f"{key}={value}: several values make a sweep, add -m; one list is {key}=[{value}]"
-    if found := re.search(r"Could not find '([\w/]+)/([^'/]+)'", text):
+    if found := re.search(r"Could not find '([\w/]+)/([^'/]*)'", text):
         group, option = found.groups()
         if option in PLANNED.get(group, ()):
             return _planned(group, option)
         return f"{group}={option} does not exist here; {_options(group, option)}"
     if found := re.search(r"Could not override '([^']+)'", text):
         key = found.group(1).split("@")[0]
+        if key == "env.kwargs":
+            return f"{key} gets new arguments with a plus: +{key}=..., or +{key}.name=..."
         if key in groups():
             return f"{key} cannot be overridden there: {cause or text}"
         if key in known_keys():
@@ -190,7 +214,18 @@ def explain_composition(error: Exception) -> str:
         if key.startswith("env.kwargs.") or "kwargs" in key:
             hint = f"; a new constructor argument is added with a plus: +{key}=..."
         return f"{key} is not a setting{hint}"
-    return "\n".join(part for part in (text, cause) if part)
+    if "recipe_of" in text:
+        return "env and algo must each be one option of theirs, e.g. env=cartpole algo=ppo"
+    words = "\n".join(part for part in (text, cause) if part)
+    words = re.split(r"\n\s*(?:Config search path|Search path|Available options)", words)[0]
+    lines = re.sub(r"\n\s*(?:full_key|object_type|reference_type)[^\n]*", "", words)
+    of = getattr(error, "full_key", None)
+    return f"{of}: {lines}" if of else lines
+
+
+def one_line(error: object) -> str:
+    """The words of another's error, on a line."""
+    return " ".join(str(error).split())[:500]
 
 
 def _planned(group: str, option: str) -> str:
@@ -222,6 +257,32 @@ class Refused(SystemExit):
     """Bad input was answered; the exit code is 2."""
 
 
+def _printable(line: str) -> str:
+    # What was given may be of any length and hold any character.
+    text = line if line.isprintable() else repr(line)[1:-1]
+    return text if len(text) < 2000 else f"{text[:1000]} ... {text[-100:]}"
+
+
+def _composing(error: Exception) -> str | None:
+    """The file that Hydra read when it raised an error of another's, as a prefix of a message.
+
+    Empty where it composed without a file, None where it did not compose.
+    """
+    place, code = None, _composing.__code__
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_name == "run_job":
+            return None
+        if code.co_name in ("load_configuration", "_get_rerun_conf"):
+            place = ""
+        if code.co_name == "parse_overrides" and "override" in frame.f_locals:
+            place = f"{frame.f_locals['override']}: "
+        if code.co_name == "load_config" and "full_path" in frame.f_locals:
+            place = f"{frame.f_locals['full_path']} is no configuration: "
+    # Flags that do not go together.
+    return "" if code.co_name == "_run_hydra" else place
+
+
 @contextmanager
 def refusing(
     hint: str = "--cfg job --resolve prints the settings, --help the groups",
@@ -234,7 +295,13 @@ def refusing(
         message = str(error)
     except (HydraException, OmegaConfBaseException) as error:
         message = explain_composition(error)
-    terminal.say("\n".join(f"error: {line}" for line in message.splitlines() if line))
+    except (Exception, RecursionError) as error:
+        where = _composing(error)
+        if where is None:
+            raise
+        message = where + (one_line(error) or type(error).__name__)
+    lines = (_printable(line) for line in message.splitlines() if line.strip())
+    terminal.say("\n".join(f"error: {line}" for line in lines))
     terminal.say(f"       {hint}")
     raise Refused(2)
 
@@ -251,8 +318,9 @@ def run_main(main: Callable[[], Any]) -> None:
         # A sweep that is told to end must end its jobs, as with Ctrl-C.
         with stop.handling(stop.interrupt), refusing():
             _die_with_the_sweep()
-            _check_dashes(sys.argv[1:])
-            sys.argv[1:] = with_resumed_sweep(with_resumed_overrides(sys.argv[1:]))
+            _check_arguments(sys.argv[1:])
+            sys.argv[1:] = with_resumed_overrides(sys.argv[1:])
+            sys.argv[1:] = with_resumed_sweep(sys.argv[1:])
             check_no_secrets(sys.argv[1:])
             main()
         code = 0
@@ -273,11 +341,38 @@ def run_main(main: Callable[[], Any]) -> None:
     stop.leave_with(code)
 
 
-def _check_dashes(argv: list[str]) -> None:
+_MAY_BE_NONE = ("debug", "experiment", "local", "sweep")
+"""Groups without an option of their own accord."""
+
+
+def _check_arguments(argv: list[str]) -> None:
+    if not (str(Path.cwd()) + "".join(argv)).isascii():
+        for text in (str(Path.cwd()), *argv):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ConfigError(f"{text!r} is not UTF-8, which Hydra's files are") from None
     for argument in argv:
+        if not argument or argument.startswith("="):
+            raise ConfigError(f"'{argument}' is no key=value")
         key = argument.lstrip("-").split("=")[0]
         if argument.startswith("--") and "=" in argument and key in known_keys() + groups():
             raise ConfigError(f"{argument}: settings have no dashes; use {argument.lstrip('-')}")
+        _check_option(argument)
+
+
+def _check_option(argument: str) -> None:
+    """Refuse what is no name where a group's option is chosen; Hydra would not say which group."""
+    with suppress(HydraException):  # explained where it composes
+        (override,) = OverridesParser.create().parse_overrides([argument])
+        group, given = override.key_or_group, override.value()
+        if override.is_delete() or not (group in groups() or "/" in group or group == "hydra"):
+            return
+        if given is None and group in _MAY_BE_NONE:
+            raise ConfigError(f"{argument} is what holds without it; leave it out")
+        if given is None or given == "" or isinstance(given, int | float):
+            names = f"; {_options(group)}" if group in groups() else ""
+            raise ConfigError(f"{argument}: the name of an option is meant{names}")
 
 
 def _die_with_the_sweep() -> None:
@@ -307,6 +402,11 @@ class Gate(Callback):
                 check_resume(settings, folder)
                 raise SystemExit(ship(folder))
             subdir = config.hydra.output_subdir
+            check_place("hydra.run.dir", str(config.hydra.run.dir))
+            if subdir and (Path(subdir).is_absolute() or ".." in Path(subdir).parts):
+                raise ConfigError(
+                    f"hydra.output_subdir={subdir}: must be a folder inside that of the run"
+                )
             claim_folder(settings, folder, subdir and str(subdir))
 
 
@@ -319,6 +419,19 @@ def ship(folder: Path) -> int:
     tracked = files.read_json(folder / "mlflow.json")
     report.print_summary(files.read_json(folder / "result.json") | {"tracking": tracked})
     return code
+
+
+def check_place(key: str, folder: str) -> None:
+    """Refuse a folder that Hydra cannot work in; raises ConfigError."""
+    if not folder.strip():
+        raise ConfigError(f"{key} is empty; a dot means the working directory: {key}=.")
+    if "\0" in folder:
+        raise ConfigError(f"{key}={folder!r}: holds a NUL, as no folder's name does")
+    if "${" in os.path.abspath(folder):
+        raise ConfigError(
+            f"{key}={os.path.abspath(folder)}: Hydra reads ${{ in a path as an interpolation; "
+            "choose or rename the folder"
+        )
 
 
 def check_study(settings: Settings) -> None:
@@ -343,7 +456,9 @@ def recipe_of(algo: str, env: str) -> str:
     file = _option_file("env", env)
     if file is None or _option_file("recipe", own):
         return own
-    for default in OmegaConf.select(OmegaConf.load(file), "defaults", default=()):
+    task = OmegaConf.load(file)
+    defaults = task.get("defaults") if isinstance(task, DictConfig) else None
+    for default in defaults if isinstance(defaults, ListConfig) else ():
         if found := re.fullmatch(r"base/(\w+)@_here_", str(default)):
             return f"{algo}_{found.group(1)}"
     return own
@@ -351,7 +466,7 @@ def recipe_of(algo: str, env: str) -> str:
 
 def _option_file(group: str, option: str) -> Path | None:
     """Where an option of a group is written down, ours or the user's."""
-    files = (folder / group / f"{option}.yaml" for folder in (CONF, working_directory() / "conf"))
+    files = (folder / group / f"{option}.yaml" for folder in (CONF, origins.conf_folder()))
     return next((file for file in files if file.exists()), None)
 
 
@@ -364,38 +479,83 @@ def sweep_settings(config: DictConfig) -> list[Settings]:
 
     Other sweepers decide while they run: for them only the base configuration is checked.
     """
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.global_hydra import GlobalHydra
 
+    for part in ("sweeper", "launcher"):
+        if "_target_" not in (config.hydra[part] or {}):
+            raise ConfigError(f"hydra.{part} must be one; leave it out")
     if not str(config.hydra.sweeper._target_).endswith("BasicSweeper"):
         return [load(job_config(config))]
     here = not str(config.hydra.launcher._target_).endswith("RayLauncher")
-    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-    arguments = [f"{k}={v}" for k, v in params.items()] + list(config.hydra.overrides.task)
-    hydra = GlobalHydra.instance().hydra
-    assert hydra is not None
+    loader = GlobalHydra.instance().config_loader()
     settings = []
-    for batch in BasicSweeper.split_arguments(parse_overrides(arguments), max_batch_size=None):
-        for job in batch:
-            try:
-                check_recipe(list(job))
-                cfg = hydra.config_loader.load_sweep_config(config, list(job))
-                settings.append(load(job_config(cfg)))
-                check_machine(settings[-1], here)
-                if settings[-1].resume:
-                    raise ConfigError("resume continues one run and cannot be swept")
-            except (ConfigError, HydraException) as error:
-                why = str(error) if isinstance(error, ConfigError) else explain_composition(error)
-                raise ConfigError(f"job {' '.join(job)}: {why}") from None
+    for job in _grid(config, loader):
+        try:
+            check_recipe(job)
+            cfg = loader.load_sweep_config(config, job)
+            settings.append(load(job_config(cfg)))
+            check_machine(settings[-1], here)
+            if again := settings[-1].study.resume:
+                origins.check_same(cfg, config, f"study.resume={again}")
+            if settings[-1].resume:
+                raise ConfigError("resume continues one run and cannot be swept")
+        except (ConfigError, HydraException) as error:
+            why = str(error) if isinstance(error, ConfigError) else explain_composition(error)
+            raise ConfigError(f"job {' '.join(job)}: {why}") from None
     return settings
 
 
+MOST_JOBS = 10_000
+"""More are a slip of the pen."""
+
+
+def _grid(config: DictConfig, loader: ConfigLoader) -> list[list[str]]:
+    """The overrides of every job, as Hydra's own sweeper will make them; raises ConfigError."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    if (size := config.hydra.sweeper.max_batch_size) is not None and size < 1:
+        raise ConfigError(f"hydra.sweeper.max_batch_size={size}: must be at least 1")
+    arguments = [f"{k}={v}" for k, v in _params(config).items()]
+    arguments += list(config.hydra.overrides.task)
+    # The loader knows the options that glob() chooses from.
+    overrides = OverridesParser.create(config_loader=loader).parse_overrides(arguments)
+    sizes = {o.get_key_element(): _size(o) for o in overrides if o.is_sweep_override()}
+    if math.prod(sizes.values()) > MOST_JOBS:
+        raise ConfigError(
+            f"{' x '.join(sizes)} are more than {MOST_JOBS:,} jobs; sweep over fewer values"
+        )
+    batches = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    return [job for batch in batches for job in batch]
+
+
+def _size(override: Override) -> int:
+    """How many values a key is swept over, up to one more than may be; raises ConfigError."""
+    line = override.input_line
+    if override.is_interval_sweep():
+        key = override.get_key_element()
+        raise ConfigError(
+            f"{line}: a grid needs single values, e.g. {key}=choice(...) or {key}=range(...); an "
+            "interval is for hydra/sweeper=optuna"
+        )
+    try:
+        size = sum(1 for _ in islice(override.sweep_string_iterator(), MOST_JOBS + 1))
+    except (ValueError, ArithmeticError, HydraException) as error:
+        raise ConfigError(f"{line}: {error}") from None
+    if not size:
+        raise ConfigError(f"{line}: there is nothing to sweep over")
+    return size
+
+
+def _params(config: DictConfig) -> dict[str, Any]:
+    return dict((OmegaConf.select(config, "hydra.sweeper.params") or {}).items())
+
+
 def varied_keys(config: DictConfig) -> list[str]:
-    """The keys that a sweep varies, from the command line and from hydra.sweeper.params."""
-    overrides = parse_overrides(list(config.hydra.overrides.task))
-    swept = [o.key_or_group for o in overrides if o.is_sweep_override()]
-    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-    return swept + [str(k).lstrip("+") for k in params if str(k).lstrip("+") not in swept]
+    """The keys that a sweep varies, from hydra.sweeper.params and the command line."""
+    preset = [f"{k}={v}" for k, v in _params(config).items()]
+    overrides = parse_overrides(preset + list(config.hydra.overrides.task))
+    last = {o.key_or_group: o for o in overrides}
+    return [key for key, override in last.items() if override.is_sweep_override()]
 
 
 def job_config(config: DictConfig) -> DictConfig:
@@ -425,6 +585,8 @@ def check_machine(settings: Settings, here: bool = True) -> None:
             "device=cuda cannot run here: this torch is built without CUDA; use device=cpu or "
             "device=auto"
         )
+    if here:
+        memory.check(settings)
     tracking = settings.tracking
     try:
         stores.check_no_secret("tracking.uri", tracking.uri)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_pipeline import report
+from rl_pipeline import origins, report
 from rl_pipeline.escape import plain
-from rl_pipeline.runs import config_dir, quote
+from rl_pipeline.terminal import quoted
 
 GRACE_S = 60.0
 """Between asking a job to stop and ending it."""
@@ -46,9 +46,9 @@ class Job:
     def command(self) -> list[str]:
         """The same app for this one job."""
         return [
-            sys.executable, "-m", _app(), *config_dir(sys.argv), *self.overrides, *self.passed_on,
+            sys.executable, "-m", _app(), *_flags(), *self.overrides, *self.passed_on,
             # Without it a sweep preset would sweep again without end.
-            "hydra.mode=RUN", f"hydra.run.dir={quote(self.folder)}",
+            "hydra.mode=RUN", f"hydra.run.dir={quoted(str(self.folder))}",
             f"hydra.job.num={self.number}",
         ]  # fmt: skip
 
@@ -168,6 +168,12 @@ def passed_on(overrides: Sequence[str]) -> list[str]:
     """Hydra overrides that mean the jobs too, such as hydra.searchpath."""
     own = ("hydra.mode", "hydra.sweep", "hydra.sweeper", "hydra.launcher", "hydra/", "hydra.run")
     return [o for o in overrides if not o.lstrip("+~").startswith(own)]
+
+
+def _flags() -> list[str]:
+    """Those that the sweep was composed with; its own command line is not that of Ray's workers."""
+    study = json.loads(os.environ.get("RL_PIPELINE_STUDY", "{}"))
+    return origins.flags(study.get("composed_from", {}))
 
 
 def _app() -> str:

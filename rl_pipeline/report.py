@@ -7,7 +7,6 @@ import io
 import json
 import math
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from rich.table import Table
 from rl_pipeline.escape import in_a_row, plain
 from rl_pipeline.files import working_directory
 from rl_pipeline.telemetry.stores import database_of, uri_of
-from rl_pipeline.terminal import shown_path
+from rl_pipeline.terminal import in_shell, shell_line, shown_path
 
 if TYPE_CHECKING:
     from rl_pipeline.groups import Comparison, Group
@@ -107,7 +106,7 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         grid.add_row("waits", f"{wait['phase']} waits for the GPU at {wait['where']}, "
                      f"{wait['count']:,} times")  # fmt: skip
     grid.add_row("folder", shown_path(result["folder"]))
-    tracked = result.get("tracking", {})
+    tracked, later = result.get("tracking", {}), ""
     if tracked.get("run_id"):
         if tracked.get("trouble"):
             grid.add_row("mlflow", f"store trouble: {tracked['trouble']}; the rows are kept")
@@ -117,11 +116,11 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         grid.add_row("", f"{page}?viewStateShareKey=rl_pipeline  (all runs)")
     elif tracked.get("trouble") or tracked.get("pending"):
         grid.add_row("mlflow", f"not reached ({tracked.get('trouble')}); rows in metrics.jsonl")
-        folder = shown_path(result["folder"])
-        line = f"python -m rl_pipeline.telemetry.writer {shlex.quote(folder)}"
-        grid.add_row("", f"ship them later: {line}")
+        later = shell_line("telemetry.writer", shown_path(result["folder"]))
     console.print()
     console.print(grid)
+    if later:  # outside of the table, which folds what is long
+        console.print(f"ship the rows later with\n  {later}", soft_wrap=True)
 
 
 def compile_line(found: dict[str, Any]) -> str:
@@ -165,9 +164,9 @@ def how_to_open(uri: str) -> str:
     database = database_of(uri)
     if database and "%" in uri and re.fullmatch(r"[\w.-]+", database.name):
         # MLflow's server makes a folder of the quoted path: better none is in it.
-        folder = shlex.quote(str(database.parent))
+        folder = in_shell(str(database.parent))
         return f"cd {folder} && mlflow ui --backend-store-uri sqlite:///{database.name}"
-    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+    return f"mlflow ui --backend-store-uri {in_shell(uri)}"
 
 
 def server_of(uri: str) -> str:

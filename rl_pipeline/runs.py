@@ -10,11 +10,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from rl_pipeline import origins
 from rl_pipeline.files import OURS, RUN_FILES, Claim, damage, read_json
+from rl_pipeline.origins import key_of, parse_overrides
 from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.terminal import in_shell, quoted
 
 FIXED_ON_RESUME = (
     "seed", "env", "backend.name", "backend.num_envs", "buffer.name", "buffer.capacity",
@@ -36,7 +39,7 @@ def claim_folder(settings: Settings, folder: Path, subdir: str | None) -> None:
         if has_run(folder):
             raise ConfigError(
                 f"hydra.run.dir={folder} already holds a run; choose another folder, or continue "
-                f"that run with resume={folder}"
+                f"that run with resume={quoted(str(folder))}"
             )
         if taken := [name for name in (*OURS, subdir) if name and (folder / name).exists()]:
             raise ConfigError(
@@ -148,24 +151,66 @@ def _run_folders() -> Iterator[Path]:
 
 
 def with_resumed_overrides(argv: list[str]) -> list[str]:
-    """Put the overrides of the run that `resume=` names before those given now, which win."""
-    given = [o.value() for o in parse_overrides([a for a in argv if a.startswith("resume=")])]
-    if not given or given[-1] is None:
+    """Put what made the run that `resume=` names before what is given now, which wins.
+
+    Raises ConfigError.
+    """
+    name = _named(argv, "resume")
+    if name is None:
         return argv
-    if {"-m", "--multirun"} & set(argv):
+    args = origins.flags_of(argv)
+    if args.multirun:
         raise ConfigError("resume continues one run; leave out -m")
-    folder = find_run(str(given[-1]))
-    record = record_of(folder)
-    saved = [_as_chosen(override, record["settings"]) for override in record["overrides"]]
-    first = next(i for i, a in enumerate(argv) if "=" in a and not a.startswith("-"))
-    return [*argv[:first], *saved, *argv[first:]]
+    folder = find_run(name)
+    record, what = record_of(folder), f"resume={name}"
+    flags, places = origins.put_back(record.get("composed_from"), argv, what)
+    keys = _new_values(args.overrides)
+    saved = [
+        _as_chosen(text, record["settings"])
+        for text in record["overrides"] if key_of(text) not in keys
+    ]  # fmt: skip
+    kept = origins.trusted(saved, folder / "run.json")
+    first = argv.index(args.overrides[0])
+    # A sweep's preset among its options would sweep again.
+    mode = [] if "hydra.mode" in keys else ["hydra.mode=RUN"]
+    place = [] if "hydra.run.dir" in keys else [f"hydra.run.dir={quoted(str(folder))}"]
+    line = [*flags, *argv[:first], *places, *kept, *mode, *place, *argv[first:]]
+    origins.check_trust(line, argv, what)
+    return line
+
+
+def _new_values(overrides: list[str]) -> set[str]:
+    # What is deleted must have been there.
+    return {key_of(text) for text in overrides if not text.startswith("~")}
+
+
+def _named(argv: list[str], key: str) -> str | None:
+    """What `resume=` or `study.resume=` says, None where nothing; raises ConfigError."""
+    texts = [a for a in argv if re.match(rf"\+{{0,2}}{re.escape(key)}=", a)]
+    if not texts:
+        return None
+    value = parse_overrides(texts)[-1].value()
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        given = texts[-1].split("=", 1)[1]
+        raise ConfigError(
+            f"{texts[-1]}: a folder, a name or an id is meant; a name that reads as something else "
+            f"needs quotes of its own: {in_shell(f'{key}={quoted(given)}')}"
+        )
+    try:
+        return str(OmegaConf.create([value])[0])
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{texts[-1]}: {str(error).splitlines()[0]}") from None
 
 
 def _as_chosen(override: str, settings: dict[str, Any]) -> str:
     """What `auto` chose when the run began holds for its rest, also on another machine."""
     key, _, value = override.partition("=")
     if value == "auto" and key in ("backend.num_envs", "backend.lanes"):
-        return f"{key}={_get(settings, key)}"
+        chosen = settings.get("backend")
+        number = chosen.get(key.split(".")[1]) if isinstance(chosen, dict) else None
+        return f"{key}={number}" if isinstance(number, int) else override
     return override
 
 
@@ -212,42 +257,29 @@ def _is_text(value: object) -> bool:
 
 
 def with_resumed_sweep(argv: list[str]) -> list[str]:
-    """Put the overrides of the multirun that `study.resume=` names before those given now."""
-    given = [o.value() for o in parse_overrides([a for a in argv if a.startswith("study.resume=")])]
-    if not given or given[-1] is None or "hydra.mode=RUN" in argv:
+    """Put what made the multirun that `study.resume=` names before what is given now.
+
+    Raises ConfigError.
+    """
+    name = _named(argv, "study.resume")
+    if name is None or "hydra.mode=RUN" in argv:
         return argv
-    folder = find_sweep(str(given[-1]))
-    study = study_of(folder)
-    saved, place = study["overrides"], config_dir(argv)
-    argv = [a for a in argv if a not in place]
-    flags = [*(place or study.get("config_dir", [])), *(a for a in argv if a.startswith("-"))]
-    now = [a for a in argv if not a.startswith("-")]
-    keys = {_key(a) for a in now}
+    args = origins.flags_of(argv)
+    folder = find_sweep(name)
+    study, what = study_of(folder), f"study.resume={name}"
+    flags, places = origins.put_back(study.get("composed_from"), argv, what)
+    keys = _new_values(args.overrides)
     # Given twice, a swept key would be crossed with itself.
-    kept = [o for o in saved if _key(o) not in keys | {"study.resume", "hydra.sweep.dir"}]
-    if "-m" not in flags and "--multirun" not in flags:
+    left = [o for o in study["overrides"]
+            if key_of(o) not in keys | {"study.resume", "hydra.sweep.dir"}]  # fmt: skip
+    kept = origins.trusted(left, folder / STUDY_FILE, origins.of_a_grid)
+    if not args.multirun:
         flags = ["-m", *flags]
-    return [*flags, *kept, *now, f"hydra.sweep.dir={quote(folder)}"]
-
-
-def quote(path: Path) -> str:
-    """A path as a Hydra override value."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"
-
-
-def config_dir(argv: list[str]) -> list[str]:
-    """The flag that adds a configuration folder, as it was given."""
-    for i, argument in enumerate(argv):
-        if argument.startswith("--config-dir="):
-            return [argument]
-        if argument in ("--config-dir", "-cd"):
-            return argv[i : i + 2]
-    return []
-
-
-def _key(override: str) -> str:
-    return override.split("=")[0].lstrip("+~")
+    first = argv.index(args.overrides[0])
+    place = f"hydra.sweep.dir={quoted(str(folder))}"
+    line = [*flags, *argv[:first], *places, *kept, *argv[first:], place]
+    origins.check_trust(line, argv, what)
+    return line
 
 
 def finished_jobs(folder: Path) -> dict[frozenset[str], dict[str, Any]]:
@@ -258,8 +290,10 @@ def finished_jobs(folder: Path) -> dict[frozenset[str], dict[str, Any]]:
     done = {}
     for job in sorted(p for p in folder.iterdir() if p.name.isdigit()):
         result = read_json(job / "result.json")
-        if result.get("status") == "finished" and isinstance(result.get("overrides"), list):
-            done[frozenset(result["overrides"])] = result
+        overrides: Any = result.get("overrides")
+        whole = isinstance(overrides, list) and all(isinstance(o, str) for o in overrides)
+        if result.get("status") == "finished" and whole:
+            done[frozenset(overrides)] = result
             continue
         aside = (folder / f"{job.name}.failed{i or ''}" for i in range(10**6))
         job.rename(next(p for p in aside if not p.exists()))
@@ -287,8 +321,11 @@ def check_resumed(now: Settings, then: dict[str, Any]) -> None:
         if old != new:
             changed = key
             if isinstance(old, dict):
-                changed = next(f"{key}.{k}" for k in old if old[k] != new.get(k))
-                old, new = _get(then, changed), _get(current, changed)
+                differ = [k for k in old if old[k] != (new or {}).get(k)]
+                if not differ:
+                    continue  # settings that came after the run's version
+                changed = f"{key}.{differ[0]}"
+                old, new = old[differ[0]], (new or {}).get(differ[0])
             raise ConfigError(
                 f"resume cannot change {changed} from {old} to {new}: the run would not be the "
                 f"same; leave it out, or start a new run"
@@ -299,14 +336,6 @@ def _get(values: Any, dotted: str) -> Any:
     for part in dotted.split("."):
         values = values[part]
     return values
-
-
-def parse_overrides(overrides: list[str]) -> list[Any]:
-    """Hydra's own reading of overrides; raises ConfigError."""
-    try:
-        return OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        raise ConfigError(str(error).replace("\n", " ")) from None
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

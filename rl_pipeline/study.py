@@ -6,7 +6,6 @@ import atexit
 import functools
 import json
 import os
-import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,15 +15,17 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rl_pipeline.config import near, refusing, sweep_settings, varied_keys
+from rl_pipeline import origins
+from rl_pipeline.config import check_place, near, refusing, sweep_settings, varied_keys
 from rl_pipeline.files import read_json, working_directory, write_json
+from rl_pipeline.origins import parse_overrides
 from rl_pipeline.processes import myself, sweeps_elsewhere
 from rl_pipeline.redaction import redact
-from rl_pipeline.runs import STUDY_FILE, config_dir, flatten, has_run, parse_overrides, quote
+from rl_pipeline.runs import STUDY_FILE, flatten, has_run
 from rl_pipeline.settings import ConfigError, Settings
 from rl_pipeline.telemetry.stores import check_no_secrets
 from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, trains
-from rl_pipeline.terminal import command, say, shown_path
+from rl_pipeline.terminal import command, in_shell, quoted, say, shell_line, shown_path
 
 _HANDED_ON = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 
@@ -57,6 +58,7 @@ class Study(Callback):
         with refusing():
             # Hydra keeps all of it in multirun.yaml.
             check_no_secrets(OmegaConf.to_yaml(config).splitlines())
+            check_place("hydra.sweep.dir", str(config.hydra.sweep.dir))
             grid = sweep_settings(config)
             folder = Path(str(config.hydra.sweep.dir)).resolve()
             _check(config, grid, folder)
@@ -64,18 +66,17 @@ class Study(Callback):
             # Jobs of other processes and machines have another working directory.
             config.hydra.sweep.dir = str(folder)
             # Launchers that compose a job's configuration again know only the overrides.
-            config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quote(folder)}")
+            config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quoted(str(folder))}")
             if str(config.hydra.launcher._target_).endswith("RayLauncher"):
                 _prepare_ray(config.hydra.launcher.ray)
         varied = varied_keys(config)
         self._settings = grid[0].study
         name = self._settings.name or " x ".join(varied) or "multirun"
         folder.mkdir(parents=True, exist_ok=True)
-        place = config_dir(sys.argv)
         study = read_json(folder / STUDY_FILE) | {
             "name": name, "varied": varied, "folder": str(folder), "cwd": str(working_directory()),
-            "overrides": [a for a in sys.argv[1:] if a not in place and not a.startswith("-")],
-            "config_dir": place, "process": myself(),
+            "overrides": origins.flags_of(sys.argv[1:]).overrides,
+            "composed_from": origins.origin(config.hydra), "process": myself(),
             "baseline": self._settings.baseline, "threshold": self._settings.threshold,
         }  # fmt: skip
         if grid[0].tracking.name != "none":
@@ -120,7 +121,7 @@ class Study(Callback):
             run_id = self._parent["run_id"]
             print(f"        {page}/{run_id}/artifacts/comparison/index.html  (the answer)")
             print(f"        {page}?viewStateShareKey={run_id}  (the jobs)")
-            print(f"again   python -m rl_pipeline.compare study={run_id}")
+            print(f"again   {shell_line('compare', f'study={run_id}')}")
         if failed:
             print(f"{len(failed)} of {len(study.runs)} jobs did not finish", file=sys.stderr)
             self._say_resume()
@@ -156,8 +157,8 @@ class Study(Callback):
 
     def _say_resume(self) -> None:
         if self._resumable:
-            line = command("train", study__resume=shown_path(str(self._folder)))
-            say(f"run what is missing with\n  {line}")
+            again = command("train", study__resume=shown_path(str(self._folder)))
+            say(f"run what is missing with\n  {again}")
 
     def _end(
         self, status: str, artifacts: Sequence[Path] = (), tags: dict[str, str] | None = None
@@ -201,6 +202,14 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
         raise ConfigError("study.interleave=true repeats the grid over seeds: add seed=1,2,3")
     if study.interleave and config.hydra.launcher.shuffle:
         raise ConfigError("hydra.launcher.shuffle has no effect with study.interleave=true")
+    if _ordered_by_us(config):
+        from hydra_plugins.rl_pipeline_plugins.process_launcher import ProcessLauncher
+
+        own = {str(k): v for k, v in config.hydra.launcher.items() if k != "_target_"}
+        try:
+            ProcessLauncher(**own)
+        except TypeError as error:
+            raise ConfigError(f"hydra.launcher: {error}") from None
     sweeper = config.hydra.sweeper
     if study.resume and not _is_grid(config):
         raise ConfigError(
@@ -273,7 +282,7 @@ def _params(config: DictConfig, grid: list[Settings], varied: list[str]) -> dict
     }  # fmt: skip
     return {
         "varied": ",".join(varied), "grouped_by": ",".join(telling(chosen, texts, [])),
-        "command": shlex.join(sys.argv[1:]), "jobs": _jobs(config, grid),
+        "command": " ".join(map(in_shell, sys.argv[1:])), "jobs": _jobs(config, grid),
         **{f"sweep.{key}": values[key] for key in varied}, **launcher,
         **{k: v for k, v in common.items() if k not in varied},
     }  # fmt: skip
@@ -285,7 +294,7 @@ def _jobs(config: DictConfig, grid: list[Settings]) -> int:
 
 
 def _tags(name: str, folder: Path, jobs: int, varied: list[str]) -> dict[str, str]:
-    command = shlex.join(["python", "-m", "rl_pipeline.train", *sys.argv[1:]])
+    command = shell_line("train", *sys.argv[1:])
     return {
         "study": name, "kind": "study", "run_folder": str(folder),
         # Who could tell that the sweep was killed: see orphans.py.

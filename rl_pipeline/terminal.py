@@ -78,22 +78,40 @@ def say(text: str) -> None:
 def shown_path(path: str) -> str:
     """`path` as one types it from here."""
     relative = os.path.relpath(path, working_directory())
-    return path if relative.startswith("..") else relative
+    if relative.startswith(".."):
+        return path
+    return f"./{relative}" if relative.startswith("-") else relative  # no flag
 
 
 def command(module: str, *flags: str, **values: object) -> str:
-    """A line to paste into a shell: `python -m rl_pipeline.<module> key=value ...`."""
+    """A line to paste into a shell: `python -m rl_pipeline.<module> key=value ...` for Hydra."""
     settings = [f"{key.replace('__', '.')}={quoted(str(value))}" for key, value in values.items()]
-    return shlex.join(["python", "-m", f"rl_pipeline.{module}", *flags, *settings])
+    return shell_line(module, *flags, *settings)
 
 
-def quoted(value: str) -> str:
-    """`value` as Hydra reads it back, in quotes where its grammar needs them."""
+def shell_line(module: str, *arguments: str) -> str:
+    """A line to paste into a shell: its arguments arrive as they are."""
+    return " ".join(["python", "-m", f"rl_pipeline.{module}", *map(in_shell, arguments)])
+
+
+def in_shell(text: str) -> str:
+    """`text` as one word of a shell's line, in the quotes that are easier to read."""
+    if "'" in text and not re.search(r'["$`\\!]', text):
+        return f'"{text}"'
+    return shlex.quote(text)
+
+
+def quoted(value: str, interpolating: bool = False) -> str:
+    """`value` as Hydra and OmegaConf read it back, in quotes where their grammars need them.
+
+    `interpolating`: what stands in ${} is meant as OmegaConf takes it.
+    """
     if re.fullmatch(r"[\w./-]*[A-Za-z_./-][\w./-]*", value, re.ASCII) and not _other_word(value):
         return value
+    # OmegaConf takes ${ for an interpolation, unless an odd number of backslashes is before it.
+    text = value if interpolating else re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value)
     # Before a quote, Hydra halves backslashes; elsewhere it keeps them (its grammar, ESC_QUOTE).
-    text = re.sub(r"(\\+)(?=['])|(\\+)$", lambda m: m.group() * 2, value)
-    text = text.replace("'", "\\'").replace("${", "\\${")
+    text = re.sub(r"\\+(?='|\Z)", lambda m: m[0] * 2, text).replace("'", "\\'")
     return f"'{text}'"
 
 

@@ -107,6 +107,8 @@ def test_a_resume_keeps_what_was_chosen(tmp_path):
     from rl_pipeline.runs import with_resumed_overrides
 
     record = {
+        "run_id": "r1",
+        "seed": 1,
         "overrides": ["env=pong", "backend.num_envs=auto"],
         "settings": {"backend": {"num_envs": 24, "lanes": 1}},
     }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import math
 import resource
 import subprocess
 import sys
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 import ale_py
@@ -15,7 +19,7 @@ from conftest import compose, settings
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from rl_pipeline import config
+from rl_pipeline import config, memory
 from rl_pipeline.config import ConfigError
 
 SAMPLES = "cartpole lunarlander halfcheetah pong atari gym envpool dm_control minigrid procgen"
@@ -184,6 +188,125 @@ def cpu_s(call):
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, value
 
 
+FILES = {
+    "broken": b"name: x\n  id: [\n",
+    "list": b"- a\n- b\n",
+    "empty": b"",
+    "binary": b"\xc0\x00\xff",
+    "nul": b"\0",
+    "two": b"name: 1\n---\nname: 2\n",
+    "header": b"# @package a b c\n",
+    "defaults": b"defaults: 3\n",
+    "missing": b"defaults: [nope]\n",
+    "lost": b"name: ${nope}\nid: x\n",
+    "endless": b"a: &a [*a]\n",
+    "code": b"name: !!python/object/apply:os.system [ls]\n",
+}
+
+
+def refused(*overrides: str) -> str:
+    """What is said of a line that is refused."""
+    said = io.StringIO()
+    with pytest.raises(config.Refused), redirect_stderr(said), config.refusing():
+        config._check_arguments(list(overrides))
+        config.check_machine(settings(*overrides))
+    assert len(said.getvalue()) < 5000 and said.getvalue().isprintable() is False
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_configuration_is_named(tmp_path, monkeypatch, name):
+    (tmp_path / "conf" / "env").mkdir(parents=True)
+    (tmp_path / "conf" / "env" / f"{name}.yaml").write_bytes(FILES[name])
+    monkeypatch.chdir(tmp_path)
+    said = refused(f"env={name}", "backend=gymnasium")
+    words = {"list": "env=", "empty": "env.id must be given", "lost": "env.name: Interpolation"}
+    assert words.get(name, f"env/{name}") in said
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("=5", "'=5' is no key=value"),
+        ("", "'' is no key=value"),
+        ("+", "+: mismatched"),
+        ("++x", "++x: missing"),
+        ("a.b.c=1", "a.b.c is not a setting"),
+        ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
+        ("seed=${seed}", "seed: Recursive"),
+        ("algo.gamma=${algo.horizon}${algo.gamma}", "algo.gamma: Recursive"),
+        ("env=", "env=: the name of an option"),
+        ("env=null", "env=null: the name of an option"),
+        ("network=3", "network=3: the name of an option"),
+        ("hydra/launcher=null", "hydra/launcher=null: the name"),
+        ("experiment=null", "leave it out"),
+        ("~env", "env=cartpole algo=ppo"),
+        ("algo=[ppo]", "env=cartpole algo=ppo"),
+        ("seed=" + "9" * 5000, "seed="),
+        ("seed=1e30", "seed=1e+30: is beyond"),
+        ("total_steps=1e300", "total_steps=1e+300: is beyond"),
+        ("study.name='a\x1b[2Jb", "\\x1b"),
+        ("tracking.experiment=" + "a" * 9000 + "'", " ... "),
+    ],
+)
+def test_odd_overrides_are_answered_by_name(override, words):
+    assert words in refused(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        (["backend.num_envs=1e9"], "backend.num_envs=1000000000"),
+        (["backend=gymnasium_async", "backend.num_envs=1e6"], "backend.num_envs=1000000"),
+        (["algo.horizon=1e12"], "algo.horizon=1000000000000"),
+        (["network.hidden=[1000000000]"], "network.hidden=[1000000000]"),
+        (["network.hidden=[100000,100000,100000]"], "network.hidden=[100000, 100000, 100000]"),
+        (["algo=dqn", "buffer.capacity=1e15"], "buffer.capacity=1000000000000000"),
+        (["algo=dqn", "buffer=memmap", "buffer.capacity=1e15"], "buffer.capacity="),
+        (["algo=dqn", "algo.batch_size=1e9", "buffer.capacity=2e9"], "algo.batch_size=1000000000"),
+        (["eval.num_envs=1e9", "eval.episodes=1e9"], "eval.num_envs=1000000000"),
+        (["backend.num_threads=1e9"], "backend.num_threads=1000000000"),
+        (["env=pong", "env.atari.frame_stack=1e6"], "env.atari.frame_stack=1000000"),
+        (["env=pong", "env.atari.screen_size=1e5"], "env.atari.screen_size=100000"),
+    ],
+)
+def test_what_surely_does_not_fit_into_memory_is_refused(overrides, word):
+    checked = settings(*overrides)
+    with pytest.raises(ConfigError, match="GB of memory") as error:
+        memory.check(checked, 10**11)
+    assert word in str(error.value)
+
+
+def test_what_may_fit_into_memory_is_not_refused():
+    for line in ([], ["env=pong"], ["env=pong", "algo=dqn"], ["eval.num_envs=1e9"],
+                 ["env=pong", "backend.num_envs=512"], ["env=halfcheetah"]):  # fmt: skip
+        memory.check(settings(*line), 8 * 10**9)
+
+
+ODD = [None, "", math.nan, -math.inf, -1, 0, 1e300, True, [], [1, [2]], {}, {"name": 3}, "\0",
+       "${x}", 10**400, [None], {"a": {"b": None}}]  # fmt: skip
+
+
+def test_no_value_of_a_setting_raises_anything_but_an_answer():
+    values = OmegaConf.to_container(compose("env=pong"))
+    for number, key in enumerate(config.known_keys() * 3):
+        *parents, last = key.split(".")
+        trial = copy.deepcopy(values)
+        place = trial
+        for name in parents:
+            place[name] = place.get(name) if isinstance(place.get(name), dict) else {}
+            place = place[name]
+        place[last] = ODD[number * 5 % len(ODD)]
+        with suppress(ConfigError):
+            config.check_machine(config.load(OmegaConf.create(trial)))
+
+
+@pytest.mark.parametrize("place", ["", " ", "a\0", "a/${b}"])
+def test_a_folder_that_hydra_cannot_work_in_is_refused(place):
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir"):
+        config.check_place("hydra.run.dir", place)
+
+
 def test_bad_lines_end_fast_with_code_2_and_leave_nothing(cli):
     torch_s, _ = cpu_s(lambda: subprocess.run([sys.executable, "-c", "import torch"], check=True))
     for line, words in (
@@ -193,6 +316,11 @@ def test_bad_lines_end_fast_with_code_2_and_leave_nothing(cli):
         (["-m", "seed=1,2", "precision=fp32,fp61"], "precision can be"),
         (["seed=1,2"], "add -m; one list is seed=[1,2]"),
         (["--total_steps=1000"], "use total_steps=1000"),
+        (["backend.num_envs=1e9"], "GB of memory"),
+        (["hydra.run.dir="], "hydra.run.dir is empty"),
+        (["hydra.run.dir=a\udcff"], "is not UTF-8"),
+        (["hydra.output_subdir=../../x"], "hydra.output_subdir=../../x"),
+        (["--resolve"], "--resolve"),
     ):
         used, out = cpu_s(lambda line=line: cli(*line))
         assert used < torch_s, "nothing heavy was imported"

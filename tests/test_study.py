@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -15,11 +16,15 @@ from pathlib import Path
 import pytest
 import waiting
 from conftest import Cli
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from hydra_plugins.rl_pipeline_plugins.process_launcher import ProcessLauncher, interleaved
-from rl_pipeline import jobs, processes, runs
+from rl_pipeline import config, jobs, processes, runs
 from rl_pipeline.groups import telling
+from rl_pipeline.settings import ConfigError
 from rl_pipeline.study import Study
 
 QUICK = ("debug=short", "tracking=none", "total_steps=300", "eval.episodes=0")
@@ -47,6 +52,7 @@ def test_interleaving_repeats_the_grid_seed_by_seed_in_an_order_of_its_own():
         (["-m", "seed=1,2", "study.baseline='backed=gymnasium'"], "did you mean backend"),
         (["-m", "seed=1,2", "study.baseline=a=b"], "quotes of its own: \"study.baseline='a=b'\""),
         (["-m", "seed=1,2", "study.baseline=gymnasium"], "give settings, e.g."),
+        (["-m", "seed=1,2", "hydra.launcher.n_jobs=0"], "hydra.launcher.n_jobs=0 must be"),
         (["-m", "seed=1,2", "hydra.launcher.n_job=2"], "did you mean hydra.launcher.n_jobs"),
         (["-m", "seed=1,2", "study.interleave=true", "hydra.launcher.shuffle=true"],
          "hydra.launcher.shuffle has no effect"),
@@ -57,6 +63,98 @@ def test_what_a_sweep_cannot_do_is_refused_before_it_starts(cli, overrides, word
     assert out.returncode == 2
     assert words in out.stderr
     assert not cli.folders()
+
+
+def of_a_sweep(*overrides: str) -> tuple[list, list[str]]:
+    """The settings of a sweep's jobs, and what varies."""
+    with initialize_config_dir(str(config.CONF), version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        composed = hydra.compose_config("config", list(overrides), RunMode.MULTIRUN)
+        return config.sweep_settings(composed), config.varied_keys(composed)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [
+        (["backend=glob(gymnasium_*)", "env=lunarlander"], ["gymnasium_async", "gymnasium_native"]),
+        (["backend=glob(gymnasium*,exclude=*_*)"], ["gymnasium"]),
+        (["backend=glob([gymnasium,envpool])"], ["envpool", "gymnasium"]),
+        (["backend=choice(envpool,gymnasium)"], ["envpool", "gymnasium"]),
+        (["seed=range(1,4)"], [1, 2, 3]),
+        (["seed=sort(3,1,2)"], [1, 2, 3]),
+        (["seed=sort(range(1,4),reverse=true)"], [3, 2, 1]),
+        (["seed=tag(a,b,choice(4,5))"], [4, 5]),
+        (["algo.gamma=range(0.5,0.75,0.1)"], [0.5, 0.6, 0.7]),
+        (["network.hidden=[64],[32,32]"], [(64,), (32, 32)]),
+        (["network.hidden=choice([64],[])"], [(64,), ()]),
+        (["+env.kwargs={a:1},{a:2,b:[x]}", "env=gym", "env.id=X-v0"],
+         [{"a": 1}, {"a": 2, "b": ["x"]}]),
+        (["+env.kwargs.a='b,c','d=e'", "env=gym", "env.id=X-v0"], ["b,c", "d=e"]),
+        (["total_steps=1e4,2e4"], [10_000, 20_000]),
+        (["+hydra.sweeper.params.seed='1,2'", "total_steps=9000"], [1, 2]),
+        (["+hydra.sweeper.params={seed:'range(1,3)',total_steps:9000}"], [1, 2]),
+        (["+hydra.sweeper.params.backend='glob(gymnasium_*)'", "env=lunarlander"],
+         ["gymnasium_async", "gymnasium_native"]),
+        (["+hydra.sweeper.params.seed='1,2'", "seed=3,4"], [3, 4]),
+    ],
+)  # fmt: skip
+def test_hydra_s_forms_of_a_sweep_are_understood(overrides, values):
+    jobs_settings, (key,) = of_a_sweep(*overrides)
+    found = [getattr_of(s, key) for s in jobs_settings]
+    assert found == pytest.approx(values) if key == "algo.gamma" else found == values
+
+
+def getattr_of(of: object, key: str) -> object:
+    for part in key.split("."):
+        of = of[part] if isinstance(of, dict) else getattr(of, part)
+    return getattr(of, "name", of)
+
+
+def test_a_shuffled_sweep_has_all_its_values():
+    assert {s.seed for s in of_a_sweep("seed=shuffle(range(1,4))")[0]} == {1, 2, 3}
+
+
+def test_a_preset_varies_what_it_sweeps_over_and_not_what_it_sets():
+    preset = ("sweep=threads", "+hydra.sweeper.params.total_steps=9000", "seed=1")
+    jobs_settings, varied = of_a_sweep(*preset)
+    assert varied == ["backend.num_threads"]
+    assert {(s.total_steps, s.seed) for s in jobs_settings} == {(9000, 1)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algo.gamma=interval(0,1)"], "algo.gamma=choice(...)"),
+        (["seed=glob(*)"], "nothing to sweep over"),
+        (["backend=glob(nope*)"], "nothing to sweep over"),
+        (["seed=range(3,1)"], "nothing to sweep over"),
+        (["seed=range(1,3,0)"], "seed=range(1,3,0): range() arg 3"),
+        (["seed=range(0,1000000000000)"], "more than 10,000 jobs"),
+        (["seed=range(0,1000)", "total_steps=range(1,1000)"], "more than 10,000 jobs"),
+        (["seed=1,2", "hydra.sweeper.max_batch_size=0"], "hydra.sweeper.max_batch_size=0"),
+        (["seed=1,2", "env.kwargs={a:1},{a:2}"], "+env.kwargs="),
+    ],
+)
+def test_a_sweep_without_jobs_or_with_too_many_is_refused_in_words(overrides, words):
+    with pytest.raises(ConfigError) as error:
+        of_a_sweep(*overrides)
+    assert words in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_sweep_over_options_and_lists_runs_and_is_resumed_by_the_printed_line(cli):
+    line = ("-m", "backend=glob(gymnasium_*)", "network.hidden=[8]", "seed=range(1,3)",
+            "study.interleave=true", "hydra.sweep.dir='a sweep, [1]=${seed}'",
+            "backend.num_envs=2", "algo.horizon=64", *QUICK)  # fmt: skip
+    out = cli(*line, "+env.kwargs.nonsense=1")
+    assert out.returncode == 1, out.stderr
+    printed = next(x for x in out.stderr.splitlines() if "study.resume=" in x)
+    assert len(list(cli.cwd.glob("a sweep, [[]1]=None/[0-3]/output.log"))) == 4
+    (log, *_) = cli.cwd.glob("a sweep*/0/output.log")
+    command = shlex.split(log.read_text().splitlines()[0][2:])
+    assert command[1:3] == ["-m", "rl_pipeline.train"] and "hydra.mode=RUN" in command
+    out = cli(*shlex.split(printed)[3:], "~env.kwargs.nonsense")
+    assert out.returncode == 0, out.stdout + out.stderr
 
 
 def test_jobs_that_finished_are_known_by_their_overrides_and_the_others_put_aside(tmp_path):
@@ -252,14 +350,17 @@ def test_a_sweep_is_resumed_with_its_own_overrides_and_those_of_now_win(tmp_path
     (folder / "study.json").write_text(json.dumps(saved))
     found = runs.with_resumed_sweep(["study.resume=n", "seed=1,2"])
     assert found == ["-m", "backend=a,b", "study.resume=n", "seed=1,2",
-                     "hydra.sweep.dir='multirun/a'"]  # fmt: skip
+                     "hydra.sweep.dir=multirun/a"]  # fmt: skip
     assert runs.with_resumed_sweep(["seed=1"]) == ["seed=1"]
-    saved["config_dir"] = ["--config-dir", "mine"]
+    for name in ("mine", "other"):
+        Path(name).mkdir()
+    mine = str(Path("mine").absolute())
+    saved["composed_from"] = {"working_directory": "/", "search_path": [], "config_dir": mine}
     (folder / "study.json").write_text(json.dumps(saved))
-    flags = runs.with_resumed_sweep(["study.resume=n"])[:3]
-    assert flags == ["-m", "--config-dir", "mine"]
-    flags = runs.with_resumed_sweep(["study.resume=n", "--config-dir", "other"])[:3]
-    assert flags == ["-m", "--config-dir", "other"]
+    line = runs.with_resumed_sweep(["study.resume=n"])
+    assert line[:2] == ["-m", f"--config-dir={mine}"]
+    line = runs.with_resumed_sweep(["--config-dir", "other", "study.resume=n"])
+    assert line[:3] == ["-m", "--config-dir", "other"]
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from omegaconf import DictConfig
 
 from rl_pipeline import jobs, report
 from rl_pipeline.cpus import cpu_budget
-from rl_pipeline.runs import finished_jobs, free_number, parse_overrides
+from rl_pipeline.origins import parse_overrides
+from rl_pipeline.runs import finished_jobs, free_number
 from rl_pipeline.settings import ConfigError
 
 
@@ -86,7 +87,7 @@ class ProcessLauncher(Launcher):
         return order
 
     def _run_all(self, waiting: list[jobs.Job], order: list[int]) -> list[float]:
-        slots = list(range(self.n_jobs))
+        slots = list(range(min(self.n_jobs, max(1, len(waiting)))))
         results = [float("nan")] * len(waiting)
 
         def one(index: int) -> None:
@@ -98,7 +99,7 @@ class ProcessLauncher(Launcher):
             finally:
                 slots.append(slot)
 
-        pool = ThreadPoolExecutor(self.n_jobs)
+        pool = ThreadPoolExecutor(len(slots))
         try:
             list(pool.map(one, order))
         except BaseException:

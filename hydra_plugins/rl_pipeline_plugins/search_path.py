@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+from rl_pipeline.origins import conf_folder
 
 
 class WorkingDirectoryConf(SearchPathPlugin):
@@ -13,6 +13,6 @@ class WorkingDirectoryConf(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append `./conf`, where there is one."""
-        conf = Path.cwd() / "conf"
+        conf = conf_folder()
         if conf.is_dir():
             search_path.append("working-directory", f"file://{conf}")
