@@ -582,8 +582,8 @@ def test_imports_only_point_left():
 def test_only_two_files_see_a_dictconfig():
     root = Path(rl_pipeline.__file__).parent
     users = {str(p.relative_to(root)) for p in root.rglob("*.py") if "DictConfig" in p.read_text()}
-    # study.py and train.py pass it through; Hydra hands it to them.
-    assert users == {"config.py", "build.py", "study.py", "train.py"}
+    # study.py, origins.py and train.py pass it through; Hydra hands it to them.
+    assert users == {"config.py", "origins.py", "build.py", "study.py", "train.py"}
 
 
 def test_no_target_outside_hydra_s_own_folder():
