@@ -72,8 +72,14 @@ sweep: setup ## Compare backends on CartPole: a small sweep that ends in a table
 learn: setup ## Prove that PPO and DQN learn (hours; skips what has a result; ARGS="cartpole")
 	$(PY) -m experiments.learning.study $(ARGS)
 
+stability: setup ## Prove that the default recipe ends well: 80 runs (30 minutes; QUICK=1: 1)
+	$(PY) -m experiments.stability.study
+
 parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong"; 6 minutes)
 	$(PY) -m experiments.parity.study $(TASKS)
+
+try-ends: setup ## Prove that runs end well: 200 kills, 100 bad inputs (50 minutes; QUICK=1: 5)
+	$(PY) -m experiments.ends.study
 
 bench-envs: setup ## Environments alone: steps/s by backend, and what adapters cost (25 minutes; QUICK=1: 3)
 	$(PY) -m experiments.envs.bench $(ARGS)

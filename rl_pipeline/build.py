@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shlex
-import shutil
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +17,43 @@ from omegaconf import DictConfig
 
 from rl_pipeline import checkpoint, config, jobs, runs
 from rl_pipeline.evaluate import evaluate
+from rl_pipeline.files import Claim, told, working_directory, write_json
 from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
 from rl_pipeline.session import Session
-from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.settings import ConfigError, PPOSettings, Settings
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import Progress
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.telemetry.recorder import Recorder
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker, kept_uri
+from rl_pipeline.terminal import say
 from rl_pipeline.training import make_training
 from rl_pipeline.types import Learner, VecEnv
 
 
 def make_envs(settings: Settings, num_envs: int, seed: int, num_threads: int) -> VecEnv:
     """The environments of a run or of its evaluation."""
+    # A normaliser takes the mean away before anything is rounded to float32.
+    wide = isinstance(settings.algo, PPOSettings) and settings.algo.normalize_obs
     match settings.backend.name:
         case "gymnasium":
             from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
 
-            return GymnasiumVecEnv(settings.env, num_envs, seed)
+            return GymnasiumVecEnv(settings.env, num_envs, seed, wide)
         case "gymnasium_async":
             from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv
 
             timeout_s = settings.backend.step_timeout_s
             assert timeout_s is not None
-            return GymnasiumAsyncVecEnv(settings.env, num_envs, seed, timeout_s)
+            return GymnasiumAsyncVecEnv(settings.env, num_envs, seed, timeout_s, wide)
         case "gymnasium_native":
             from rl_pipeline.envs.gymnasium_native import GymnasiumNativeVecEnv
 
-            return GymnasiumNativeVecEnv(settings.env, num_envs, seed, num_threads)
+            return GymnasiumNativeVecEnv(settings.env, num_envs, seed, num_threads, wide)
         case "envpool" | "envpool_async":
             from rl_pipeline.envs.envpool import EnvPoolVecEnv
 
-            return EnvPoolVecEnv(settings.env, num_envs, seed, num_threads)
+            return EnvPoolVecEnv(settings.env, num_envs, seed, num_threads, wide)
 
 
 def make_training_envs(
@@ -191,7 +193,7 @@ def make_facts(
 def _provenance() -> dict[str, Any]:
     """Of the code that runs, wherever one works; of the working directory for an installed copy."""
     ours = provenance(config.PACKAGE)
-    return ours if ours["git"] else provenance(Path.cwd())
+    return ours if ours["git"] else provenance(working_directory())
 
 
 def make_evaluation(
@@ -206,7 +208,7 @@ def make_evaluation(
         try:
             return evaluate(envs, learner.act_greedy, wanted.episodes, wanted.max_steps, stop)
         finally:
-            envs.close()
+            told("the environments of the evaluation", envs.close, say)
 
     return evaluation
 
@@ -217,7 +219,7 @@ def make_session(
     """Build every part of a run; also the checkpoint to continue from, or None."""
     saved, state = None, None
     if settings.resume:
-        saved = json.loads((folder / "run.json").read_text())
+        saved = runs.record_of(folder)
         state = load_checkpoint(folder)
     run_id = saved["run_id"] if saved else runs.run_id_of(folder)
     if settings.seed is not None:
@@ -239,9 +241,11 @@ def make_session(
         "seed": seed,
         "settings": settings.model_copy(update={"seed": seed}).model_dump(mode="json"),
     }
-    # Those of now: what is resumed again later goes on from here.
+    # Store the current overrides: a later resume starts from them.
     record["overrides"] = overrides
-    (folder / "run.json").write_text(json.dumps(record, indent=1) + "\n")
+    if claim := Claim.held.get(folder):
+        claim.begun = True
+    write_json(folder / "run.json", record)
     tracker = make_tracker(settings, folder, facts)
     tracker.start()
     hardware = HardwareSampler(cpu_budget=runtime.threads.budget)
@@ -256,7 +260,8 @@ def make_session(
         tracker=tracker, hardware=hardware,
         progress=Progress(settings.total_steps),
         checkpoints=checkpoint.Checkpoints(
-            folder / "checkpoints", settings.checkpoint.keep_last, settings.checkpoint.keep_best
+            folder / "checkpoints", settings.checkpoint.keep_last, settings.checkpoint.keep_best,
+            say,
         ),
         evaluate=make_evaluation(settings, training.learner, seed, threads),
         synchronize=runtime.synchronize, compile_log=runtime.log, transfers=runtime.transfers,
@@ -265,14 +270,17 @@ def make_session(
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run; raises ConfigError where it left none."""
-    latest = checkpoint.Checkpoints(folder / "checkpoints", 1, False).latest()
-    if latest is None:
+    """The newest whole checkpoint of a run; raises ConfigError where it left none."""
+    try:
+        state = checkpoint.Checkpoints(folder / "checkpoints", 1, False, say).load_latest()
+    except checkpoint.Damaged as error:
+        raise ConfigError(f"resume={folder}: {error}; start a new run") from None
+    if state is None:
         raise ConfigError(
             f"resume={folder}: the run left no checkpoint (it stopped before "
             "checkpoint.every_steps); start a new run"
         )
-    return checkpoint.load(latest)
+    return state
 
 
 def _is_ours(error: ValueError) -> bool:
@@ -290,11 +298,6 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     try:
         session, state = make_session(settings, folder, overrides)
     except ValueError as error:
-        if not (folder / "run.json").exists():
-            for ours in (".hydra", "replay"):
-                shutil.rmtree(folder / ours, ignore_errors=True)
-            with suppress(OSError):  # kept where the user had other files in it
-                folder.rmdir()
         if not _is_ours(error):
             raise
         raise ConfigError(str(error)) from error

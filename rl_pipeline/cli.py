@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from rl_pipeline.config import near
+from rl_pipeline.files import working_directory
 from rl_pipeline.settings import ConfigError, Frozen
 
 
@@ -69,7 +70,7 @@ def store_uri(given: str | None) -> str:
     try:
         stores.check_no_secret("uri", given)
         store = TrackingSettings(name="mlflow", uri=given)
-        uri = stores.resolve(store, Path.cwd(), dict(os.environ))[0]
+        uri = stores.resolve(store, working_directory(), dict(os.environ))[0]
         stores.check_driver(uri, "tracking.uri" if given else "MLFLOW_TRACKING_URI")
         return uri
     except ValueError as error:

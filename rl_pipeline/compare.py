@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, model_validator
 
 from rl_pipeline import cli
 from rl_pipeline.config import refusing
+from rl_pipeline.escape import plain
 from rl_pipeline.settings import ConfigError, Float, Frozen, PositiveFloat
 
 
@@ -108,8 +109,8 @@ def _place(settings: CompareSettings) -> str:
 
 
 def _read(uri: str, settings: CompareSettings) -> Any:
+    from rl_pipeline.redaction import redact
     from rl_pipeline.telemetry import stores
-    from rl_pipeline.telemetry.redaction import redact
 
     path = stores.database_of(uri)
     if path is not None:
@@ -146,7 +147,10 @@ def main() -> None:
         if {"-h", "--help"} & set(sys.argv[1:]):
             print(f"{__doc__}\n{cli.usage(CompareSettings)}")
             return
-        run(cli.parse(CompareSettings, sys.argv[1:]))
+        try:
+            run(cli.parse(CompareSettings, sys.argv[1:]))
+        except ConfigError as error:
+            raise ConfigError(plain(error)) from None  # it may name what lies in the store
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rl_pipeline import stats
-from rl_pipeline.findings import add_effects, in_words, make_notes
+from rl_pipeline.findings import add_effects, damaged, in_words, make_notes
 from rl_pipeline.groups import Comparison, Group, group_keys, make_groups, tell_recipes, unknown_key
 from rl_pipeline.records import RunRecord, StudyRecord
 from rl_pipeline.settings import ConfigError
@@ -40,7 +40,10 @@ def compare(
     """
     runs = [run for run in study.runs if run.settings or not run.finished]
     if not any(run.finished for run in runs):
-        raise ConfigError(f"study={study.name}: none of its {len(runs)} runs has finished")
+        ended = any(run.finished for run in study.runs)
+        has = "has settings that are known" if ended else "has finished"
+        words = f"study={study.name}: none of its {len(study.runs)} runs {has}"
+        raise ConfigError("\n".join([words, *damaged(study)]))
     keys = group_keys(runs, by, study.varied)
     groups = make_groups(runs, keys)
     base = baseline or {}
@@ -56,8 +59,10 @@ def compare(
     )
     for group in groups:
         _measure(group, steps, metric, threshold)
-    for group in groups:
-        _against(group, _base_of(group, groups, base, first), steps, metric, margin)
+    against = [_base_of(group, groups, base, first) for group in groups]
+    level = stats.together(sum(map(_ranked, groups, against)))
+    for group, other in zip(groups, against, strict=True):
+        _against(group, other, steps, metric, margin, level)
     add_effects(found, first)
     found.notes = make_notes(found, study)
     return found
@@ -137,7 +142,7 @@ def _peak(run: RunRecord, metric: str) -> float:
 
 def _joules_per_step(run: RunRecord) -> float:
     """GPU energy: mean power of each window times its seconds, over the env steps."""
-    if "gpu/power_w" not in run.curves:
+    if "gpu/power_w" not in run.curves or not trained(run):
         return math.nan
     steps, watts = run.curves["gpu/power_w"]
     seconds = np.diff(seconds_of(run, steps), prepend=0.0)
@@ -181,9 +186,17 @@ def _base_of(
     return comparable[0]
 
 
+def _ranked(group: Group, base: Group | str) -> bool:
+    """Whether there is a speed-up to tell."""
+    if isinstance(base, str) or group is base:
+        return False
+    return all(g.steady and g.rates for g in (group, base))
+
+
 def _against(
-    group: Group, base: Group | str, steps: float, metric: str, margin: float | None
+    group: Group, base: Group | str, steps: float, metric: str, margin: float | None, level: float
 ) -> None:
+    """Fill in speed-up and parity; the speed-ups of all groups hold together at `level` each."""
     if not group.done:
         group.verdict = "no run finished"
     elif isinstance(base, str):
@@ -194,10 +207,10 @@ def _against(
         rates, of_base = group.rates, base.rates
         if not (rates and of_base):
             group.verdict = "no baseline"
-        elif not (group.steady and base.steady):
+        elif not _ranked(group, base):
             group.verdict = "baseline too short" if group.steady else "too short"
         else:
-            group.speedup = stats.speedup(rates, of_base)
+            group.speedup = stats.speedup(rates, of_base, level)
             group.speedup_bootstrap = stats.bootstrap_speedup(rates, of_base)
             group.verdict = in_words(group.speedup)
         returns, others = _returns(group, steps, metric), _returns(base, steps, metric)

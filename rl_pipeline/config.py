@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,16 +23,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from rl_pipeline import files, stop, terminal
+from rl_pipeline.files import working_directory
 from rl_pipeline.runs import (
-    check_folder,
+    check_resume,
+    claim_folder,
     find_run,
+    is_done,
+    is_unshipped,
     parse_overrides,
     run_dir,
     with_resumed_overrides,
     with_resumed_sweep,
 )
 from rl_pipeline.settings import ConfigError, Settings
-from rl_pipeline.telemetry.redaction import redact
 from rl_pipeline.telemetry.stores import check_no_secrets
 
 PACKAGE = Path(__file__).parent
@@ -213,6 +218,10 @@ def _options(group: str, word: str | None = None) -> str:
     return f"{group} can be {', '.join(valid)}" + hint if valid else f"{group} has no options yet"
 
 
+class Refused(SystemExit):
+    """Bad input was answered; the exit code is 2."""
+
+
 @contextmanager
 def refusing(
     hint: str = "--cfg job --resolve prints the settings, --help the groups",
@@ -225,30 +234,43 @@ def refusing(
         message = str(error)
     except (HydraException, OmegaConfBaseException) as error:
         message = explain_composition(error)
-    message = redact(message)
-    print("\n".join(f"error: {line}" for line in message.splitlines() if line), file=sys.stderr)
-    print(f"       {hint}", file=sys.stderr)
-    sys.exit(2)
+    terminal.say("\n".join(f"error: {line}" for line in message.splitlines() if line))
+    terminal.say(f"       {hint}")
+    raise Refused(2)
 
 
 def run_main(main: Callable[[], Any]) -> None:
-    """Call a Hydra entrypoint."""
+    """Call a Hydra entrypoint; its exit code says how it ended, whoever raised what."""
+    terminal.steady_streams()
+    working_directory(fix=True)
     OmegaConf.register_new_resolver("run_dir", run_dir, replace=True)
     # Hydra would print composition errors itself, in its own words.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    _die_with_the_sweep()
-    # A sweep that is told to end must end its jobs, as with Ctrl-C.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    code = 1
     try:
-        with refusing():
+        # A sweep that is told to end must end its jobs, as with Ctrl-C.
+        with stop.handling(stop.interrupt), refusing():
+            _die_with_the_sweep()
             _check_dashes(sys.argv[1:])
             sys.argv[1:] = with_resumed_sweep(with_resumed_overrides(sys.argv[1:]))
             check_no_secrets(sys.argv[1:])
             main()
-    except KeyboardInterrupt as stopped:
-        print(f"stopped by {str(stopped) or 'SIGINT'}", file=sys.stderr)
-        sys.exit(143 if str(stopped) == "SIGTERM" else 130)
+        code = 0
+    except (stop.Killed, KeyboardInterrupt) as error:
+        killed = error if isinstance(error, stop.Killed) else stop.Killed("SIGINT")
+        terminal.say(f"stopped by {killed}")
+        code = killed.exit_code
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+        if isinstance(error.code, str):
+            terminal.say(error.code)
+    except OSError as error:
+        if not files.of_the_disk(error):
+            raise
+        terminal.say(f"error: {files.why_not(error)}")
+    finally:
+        files.end_claims()
+    stop.leave_with(code)
 
 
 def _check_dashes(argv: list[str]) -> None:
@@ -256,10 +278,6 @@ def _check_dashes(argv: list[str]) -> None:
         key = argument.lstrip("-").split("=")[0]
         if argument.startswith("--") and "=" in argument and key in known_keys() + groups():
             raise ConfigError(f"{argument}: settings have no dashes; use {argument.lstrip('-')}")
-
-
-def _interrupt(number: int, _: object) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _die_with_the_sweep() -> None:
@@ -284,7 +302,23 @@ class Gate(Callback):
             settings = load(job_config(config))
             check_machine(settings)
             check_study(settings)
-            check_folder(settings, Path(str(config.hydra.run.dir)))
+            folder = Path(str(config.hydra.run.dir))
+            if settings.resume and is_done(settings, folder) and is_unshipped(folder):
+                check_resume(settings, folder)
+                raise SystemExit(ship(folder))
+            subdir = config.hydra.output_subdir
+            claim_folder(settings, folder, subdir and str(subdir))
+
+
+def ship(folder: Path) -> int:
+    """Do what is left of a finished run: bring its rows to the store; returns the exit code."""
+    from rl_pipeline import report
+
+    command = [sys.executable, "-m", "rl_pipeline.telemetry.writer", str(folder)]
+    code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.__stderr__).returncode
+    tracked = files.read_json(folder / "mlflow.json")
+    report.print_summary(files.read_json(folder / "result.json") | {"tracking": tracked})
+    return code
 
 
 def check_study(settings: Settings) -> None:
@@ -317,7 +351,7 @@ def recipe_of(algo: str, env: str) -> str:
 
 def _option_file(group: str, option: str) -> Path | None:
     """Where an option of a group is written down, ours or the user's."""
-    files = (folder / group / f"{option}.yaml" for folder in (CONF, Path.cwd() / "conf"))
+    files = (folder / group / f"{option}.yaml" for folder in (CONF, working_directory() / "conf"))
     return next((file for file in files if file.exists()), None)
 
 
@@ -400,7 +434,7 @@ def check_machine(settings: Settings, here: bool = True) -> None:
         if settings.resume and not (tracking.uri or environ):
             kept = kept_uri(find_run(settings.resume))
             tracking = tracking.model_copy(update={"uri": kept})
-        uri = stores.resolve(tracking, Path.cwd(), dict(os.environ))[0]
+        uri = stores.resolve(tracking, working_directory(), dict(os.environ))[0]
         stores.check_driver(uri, key)
         if database := stores.database_of(uri):
             stores.check_database(database)

@@ -8,6 +8,7 @@ aside, and removes temporary files of ours. What lives or belongs to others is l
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,12 +16,10 @@ from pathlib import Path
 
 from rl_pipeline import cli, processes
 from rl_pipeline.config import refusing
-from rl_pipeline.settings import Frozen
+from rl_pipeline.files import Claim, damage, read_json
+from rl_pipeline.settings import ConfigError, Frozen
 
-_TEMPORARY = (
-    "tracking.json.tmp", "mlflow.json.tmp", "result.tmp", "run.json.tmp", ".writer.lock",
-    "checkpoints/*.tmp",
-)  # fmt: skip
+_TEMPORARY = ("*.tmp", "checkpoints/*.tmp", ".room", ".writer.lock")
 
 
 class DoctorSettings(Frozen):
@@ -51,8 +50,8 @@ def examine(settings: DoctorSettings) -> Iterator[Finding]:
 
 
 def _store(uri: str, fix: bool) -> Iterator[Finding]:
+    from rl_pipeline.redaction import redact
     from rl_pipeline.telemetry import databases, stores
-    from rl_pipeline.telemetry.redaction import redact
 
     database = stores.database_of(uri)
     if database is not None:
@@ -133,25 +132,51 @@ def _running(store: object, fix: bool) -> Iterator[Finding]:
 
 
 def _folders(fix: bool) -> Iterator[Finding]:
-    from rl_pipeline.report import shown_path
-    from rl_pipeline.telemetry.tracker import REQUEST_FILE, read_json
+    from rl_pipeline.telemetry.tracker import REQUEST_FILE
 
-    requests = [p for root in ("outputs", "multirun") for p in Path(root).rglob(REQUEST_FILE)]
-    for path in sorted(requests):
-        folder, request = path.parent, read_json(path)
-        process = processes.read([request.get(k) for k in ("host", "pid", "pid_started")])
-        if process is None:
-            yield Finding("damaged file", str(path), "resuming its run writes it anew", False)
-        elif processes.died_here(process) and not _ships(folder):
-            if not _is_shipped(folder):
-                line = f"python -m rl_pipeline.telemetry.writer {shlex.quote(str(folder))}"
-                yield Finding("unshipped rows", shown_path(str(folder)), f"ship them: {line}")
+    signs = ("run.json", REQUEST_FILE, ".room")
+    places = [Path(root) for root in ("outputs", "multirun")]
+    folders = {p.parent for root in places for sign in signs for p in root.rglob(sign)}
+    for folder in sorted(folders):
+        try:
+            claim = Claim(folder)
+        except ConfigError:
+            continue  # a run is being trained there
+        claim.begun = True
+        if not _ships(folder):
+            yield from _unshipped(folder)
             yield from _temporary(folder, fix)
+            yield from _unborn(folder, fix)
+        claim.release()
+
+
+def _unshipped(folder: Path) -> Iterator[Finding]:
+    from rl_pipeline.telemetry.tracker import REQUEST_FILE
+
+    path = folder / REQUEST_FILE
+    if not path.exists():
+        return
+    if damage(path):
+        yield Finding("damaged file", str(path), "resuming its run writes it anew", False)
+    elif not _is_shipped(folder):
+        line = f"python -m rl_pipeline.telemetry.writer {shlex.quote(str(folder))}"
+        yield Finding("unshipped rows", str(folder), f"ship them: {line}")
+
+
+def _unborn(folder: Path, fix: bool) -> Iterator[Finding]:
+    """A start that was killed before its run existed."""
+    if {path.name for path in folder.iterdir()} - {".hydra", ".room"}:
+        return
+    if fix:
+        shutil.rmtree(folder / ".hydra", ignore_errors=True)
+        folder.rmdir()
+    done = "removed" if fix else "fix=true removes it"
+    yield Finding("killed start", str(folder), done, fix)
 
 
 def _ships(folder: Path) -> bool:
     """Whether a writer still works there."""
-    from rl_pipeline.telemetry.tracker import STATE_FILE, read_json
+    from rl_pipeline.telemetry.tracker import STATE_FILE
 
     writer = processes.read(read_json(folder / STATE_FILE).get("writer"))
     return writer is not None and not processes.died_here(writer)
@@ -159,7 +184,7 @@ def _ships(folder: Path) -> bool:
 
 def _is_shipped(folder: Path) -> bool:
     """Whether a writer came to the end of everything that the run left."""
-    from rl_pipeline.telemetry.tracker import STATE_FILE, read_json
+    from rl_pipeline.telemetry.tracker import STATE_FILE
 
     state, rows = read_json(folder / STATE_FILE), folder / "metrics.jsonl"
     size = rows.stat().st_size if rows.is_file() else 0
@@ -167,10 +192,8 @@ def _is_shipped(folder: Path) -> bool:
 
 
 def _temporary(folder: Path, fix: bool) -> Iterator[Finding]:
-    """What a killed process was writing. A finished run leaves its lock, which then is no fault."""
+    """What a killed process was writing."""
     found = [p for pattern in _TEMPORARY for p in folder.glob(pattern) if p.is_file()]
-    if _is_shipped(folder):
-        found = [path for path in found if path.suffix == ".tmp"]
     if not found:
         return
     names = ", ".join(str(path.relative_to(folder)) for path in found)

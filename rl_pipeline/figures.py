@@ -13,6 +13,7 @@ import numpy as np
 
 from rl_pipeline import stats
 from rl_pipeline.comparison import seconds_of, trained
+from rl_pipeline.escape import plain
 from rl_pipeline.groups import Comparison, Group, short
 from rl_pipeline.report import in_one_line, what_ran
 
@@ -30,6 +31,16 @@ th:first-child, td:first-child { text-align: left } th { border-bottom: 2px soli
 .answer { font-size: 1.25em; margin: .8em 0 } .bad { color: #a00 } figure { margin: 1.5em 0 }
 figcaption { color: #555 } svg { max-width: 100%; height: auto } .wide { overflow-x: auto }
 """
+
+
+def _html(text: str) -> str:
+    return html.escape(plain(text))
+
+
+def _drawn(text: str) -> str:
+    """For pictures, where a dollar would begin a formula and a first `_` hide a legend's line."""
+    text = plain(text).replace("\n", " ").replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 class Picture(NamedTuple):
@@ -61,8 +72,8 @@ def pictures(found: Comparison) -> dict[str, Picture]:
     if found.effects:
         drawn["effects"] = Picture(
             *_draw(lambda axes: _effect_plot(axes[0], found), 1, 0.5 + 0.32 * len(found.effects)),
-            "What each choice does to the speed, as a ratio with its 95 % interval; indented: "
-            "where an effect depends on another choice. Grey: no difference.",
+            "What each choice does to the speed, as a ratio; the intervals hold together at 95 %. "
+            "Indented: where an effect depends on another choice. Grey: no difference.",
         )
     return drawn
 
@@ -96,7 +107,7 @@ def _pareto(axis: Axes, groups: Sequence[Group], found: Comparison) -> None:
         axis.errorbar(
             x.value, y.value, color=f"C{i % 10}", marker="o", capsize=3,
             xerr=_bars(x), yerr=_bars(y), markerfacecolor=None if group.steady else "none",
-            label=group.label,
+            label=_drawn(group.label),
         )  # fmt: skip
         recipes.setdefault(tuple(sorted(group.recipe.items())), []).append(group)
     for members in recipes.values():
@@ -107,7 +118,7 @@ def _pareto(axis: Axes, groups: Sequence[Group], found: Comparison) -> None:
             axis.plot(*zip(*front, strict=True), color="0.6", linewidth=1, zorder=0)
     axis.set_xscale("log")
     axis.set_xlabel("env steps/s (median over runs)")
-    axis.set_ylabel(found.return_metric)
+    axis.set_ylabel(_drawn(found.return_metric))
     axis.margins(x=0.1, y=0.15)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     _plain_log(axis)
@@ -152,7 +163,7 @@ def _curves(axes: Sequence[Axes], found: Comparison) -> None:
         values = np.array([np.interp(steps, *curve) for curve in curves])
         seconds = np.median([seconds_of(run, steps) for run in runs], axis=0)
         for axis, x in zip(axes, (steps, seconds), strict=True):
-            axis.plot(x, stats.iqm(values), color=color, label=group.label)
+            axis.plot(x, stats.iqm(values), color=color, label=_drawn(group.label))
             if len(runs) > 1:
                 few = len(runs) < stats.FEW
                 band = (values.min(0), values.max(0)) if few else stats.bootstrap(values, stats.iqm)
@@ -177,7 +188,7 @@ def _effect_plot(axis: Axes, found: Comparison) -> None:
             effect.ratio.value, row, xerr=_bars(effect.ratio), color=color, marker="o", capsize=3
         )
     axis.axvline(1, color="0.5", linewidth=1)
-    axis.set_yticks(range(len(names)), names)
+    axis.set_yticks(range(len(names)), [_drawn(name) for name in names])
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.set_xscale("log")
     axis.set_xlabel("env steps/s as a ratio (log scale)")
@@ -216,15 +227,15 @@ def line_panels(path: Path, panels: Sequence[dict[str, Any]], rows: int = 2) -> 
             colour, marker = f"C{kinds.index(kind)}", "osD^"[same.index(label) % 4]
             axis.errorbar(
                 at, y, [y - low, high - y], marker=marker, markersize=4, linewidth=1.2, capsize=2,
-                color=colour, label=label,
+                color=colour, label=_drawn(label),
             )  # fmt: skip
             if faint := panel.get("faint", {}).get(label):
                 axis.plot(at, [point[1] for point in faint], "--", color=colour, alpha=0.5)
         if "bar" in panel:
             axis.axhline(panel["bar"], color="grey", linestyle=":", linewidth=1)
-        axis.set_title(panel.get("title", ""))
-        axis.set_xlabel(panel.get("xlabel", ""))
-        axis.set_ylabel(panel.get("ylabel", ""))
+        axis.set_title(_drawn(panel.get("title", "")))
+        axis.set_xlabel(_drawn(panel.get("xlabel", "")))
+        axis.set_ylabel(_drawn(panel.get("ylabel", "")))
         axis.grid(alpha=0.25)
     handles: dict[str, Any] = {}
     for axis in axes.flat:
@@ -249,17 +260,17 @@ def page(
     drawn: dict[str, Picture],
 ) -> str:
     """One HTML page that needs nothing else, no script and no network."""
-    parts = [f"<h1>{html.escape(found.name)}</h1>", f"<p>{html.escape(what_ran(found))}</p>"]
+    parts = [f"<h1>{_html(found.name)}</h1>", f"<p>{_html(what_ran(found))}</p>"]
     if answer := in_one_line(found):
-        parts.append(f"<p class=answer>{html.escape(answer)}.</p>")
+        parts.append(f"<p class=answer>{_html(answer)}.</p>")
     parts.append(_html_table(header, rows))
-    parts += [f"<p>{html.escape(line)}</p>" for line in caption.splitlines()]
+    parts += [f"<p>{_html(line)}</p>" for line in caption.splitlines()]
     for group in found.groups:
         for run in group.failures:
             text = f"{run.status}: {run.name}: {run.reason}"
-            parts.append(f"<p class=bad>{html.escape(text)}</p>")
+            parts.append(f"<p class=bad>{_html(text)}</p>")
     for name, picture in drawn.items():
-        words = f"<figcaption>{html.escape(picture.caption)}</figcaption>"
+        words = f"<figcaption>{_html(picture.caption)}</figcaption>"
         parts.append(f"<figure id={name}>{picture.svg}{words}</figure>")
     if found.interactions:
         parts.append("<h2>Effects that depend on each other</h2>")
@@ -269,14 +280,14 @@ def page(
             for i in found.interactions
         ]))  # fmt: skip
     parts.append("<h2>Read with</h2><ul>")
-    parts += [f"<li>{html.escape(note)}</li>" for note in found.notes]
+    parts += [f"<li>{_html(note)}</li>" for note in found.notes]
     parts.append("</ul><h2>Runs</h2>")
     parts.append(_html_table(
         ["run", "seed", "status", "env steps/s", "window spread", "return at the end", "id"],
         [_run_row(run) for group in found.groups for run in group.runs],
     ))  # fmt: skip
     body = "\n".join(parts)
-    title = html.escape(found.name)
+    title = _html(found.name)
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
         f"<style>{_STYLE}</style>\n{body}\n</html>\n"
@@ -297,7 +308,7 @@ def _run_row(run: Any) -> list[str]:
 
 def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+        return "<tr>" + "".join(f"<{tag}>{_html(c)}</{tag}>" for c in cells) + "</tr>"
 
     body = "\n".join(line(row, "td") for row in rows)
     return f"<div class=wide><table>{line(header, 'th')}\n{body}</table></div>"

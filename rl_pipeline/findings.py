@@ -105,6 +105,7 @@ def make_notes(found: Comparison, study: StudyRecord) -> list[str]:
                 f"{group.name}: {group.below} of {len(group.done)} runs end below the baseline's "
                 "return by more than the margin"
             )
+    notes += damaged(study)
     notes += _backend_differences(found)
     asked = {
         f"{key}={value} was asked for and {key}={run.settings[key]} took effect"
@@ -138,6 +139,11 @@ def make_notes(found: Comparison, study: StudyRecord) -> list[str]:
         runs_ = "run" if few == 1 else "runs"
         notes.append(f"some settings have {few} {runs_} only: more seeds narrow the intervals")
     return notes + _pooled(found)
+
+
+def damaged(study: StudyRecord) -> list[str]:
+    """The files that could not be read."""
+    return [*study.damage, *(text for run in study.runs for text in run.damage)]
 
 
 def _backend_differences(found: Comparison) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_pipeline import report
+from rl_pipeline.escape import plain
 from rl_pipeline.runs import config_dir, quote
 
 GRACE_S = 60.0
@@ -79,7 +80,7 @@ def run(job: Job, started: Callable[[subprocess.Popen[bytes]], Any] = lambda _: 
         (job.folder / "result.json").write_text(json.dumps(record) + "\n")
     overrides = " ".join(job.overrides)
     word = "stopped" if result.get("status") == "killed" and not forced else "FAILED "
-    print(f"{job.label} {word}   {overrides}\n    {cause}\n    log: {log}", flush=True)
+    print(plain(f"{job.label} {word}   {overrides}\n    {cause}\n    log: {log}"), flush=True)
     return objective
 
 

@@ -57,7 +57,7 @@ def masked_standardize(x: Tensor, valid: Tensor, weight: Tensor) -> Tensor:
 
 
 class PPOTerms(NamedTuple):
-    """Scalars of one PPO loss."""
+    """Scalars of one PPO loss; over no valid row all are 0 and mean nothing."""
 
     loss: Tensor
     policy_loss: Tensor
@@ -110,7 +110,7 @@ def ppo_loss(
     mean_entropy = torch.dot(entropy, weight)
     loss = policy_loss + value_coef * value_loss - entropy_coef * mean_entropy
     with torch.no_grad():
-        approx_kl = torch.dot(ratio - log_ratio, weight) - 1
+        approx_kl = torch.dot((ratio - 1) - log_ratio, weight)
         clip_fraction = torch.dot((ratio != clipped).to(weight.dtype), weight)
         max_abs_log_ratio = log_ratio.abs().max()
     return PPOTerms(

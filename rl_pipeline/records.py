@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl_pipeline import shapes
 from rl_pipeline.config import near
 from rl_pipeline.processes import sweeps_elsewhere
 from rl_pipeline.runs import STUDY_FILE, flatten
 from rl_pipeline.settings import ConfigError
 from rl_pipeline.telemetry import orphans
-from rl_pipeline.telemetry.final import final_metrics, machine_of, part
+from rl_pipeline.telemetry.final import final_metrics, machine_of
 from rl_pipeline.telemetry.provenance import changed_code
-from rl_pipeline.telemetry.tracker import LOST, read_json
+from rl_pipeline.telemetry.tracker import LOST
 
 if TYPE_CHECKING:
     from rl_pipeline.telemetry.store import Store
@@ -73,6 +74,8 @@ class RunRecord:
     """The `result/*` metrics, without the prefix."""
     curves: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     """(env steps, values) by metric, of CURVES those that the run has."""
+    damage: tuple[str, ...] = ()
+    """Files of its folder that could not be read, and why."""
 
     @property
     def finished(self) -> bool:
@@ -91,6 +94,8 @@ class StudyRecord:
     baseline: str | None = None
     threshold: float | None = None
     """What its sweep compared with, and asked to reach."""
+    damage: tuple[str, ...] = ()
+    """What of its own could not be read, and why."""
 
 
 def canonical(
@@ -129,33 +134,33 @@ def _text(value: Any) -> str:
 def from_folder(folder: Path) -> RunRecord:
     """The run in a run folder, or the job that left no more than its failure there.
 
-    Of a damaged record what can be read is taken; the file is named where that is nothing.
+    A damaged file costs what it held: without result.json the run has failed, without run.json its
+    settings are unknown, without metrics.jsonl it has no curves.
     """
-    path, begin, rows = folder / "result.json", folder / "run.json", folder / "metrics.jsonl"
-    result, settings = read_json(path), part(read_json(begin), "settings")
-    given = result.get("overrides")
-    overrides = tuple(map(str, given)) if isinstance(given, list) else ()
+    result, broken = shapes.read(folder / "result.json", shapes.Result)
+    begin = folder / "run.json"
+    start, unknown = shapes.read(begin, shapes.Begin)
+    points, lines = _rows(folder / "metrics.jsonl")
+    settings = start.get("settings")
     if settings:
-        asked, other = canonical(flatten(settings), flatten(part(result, "effective")))
+        asked, other = canonical(flatten(settings), flatten(result.get("effective") or {}))
+    elif unknown and result.get("status") == "finished":
+        asked, other = {}, {}
     else:
-        asked, other = _of_overrides(overrides), {}
-    source, git = part(result, "provenance"), part(result, "provenance").get("git")
-    reason = str(result.get("reason") or "") if result else NO_RESULT
-    if path.exists() and not result:
-        reason = f"{path} is damaged"
-    lines = rows.read_text(errors="replace").split("\n") if rows.is_file() else []
-    status = result.get("status")
+        asked, other = _of_overrides(result.get("overrides", [])), {}
+    reason, source = result.get("reason") or broken or "", result.get("provenance") or {}
     return RunRecord(
-        id=str(result.get("run_id") or folder.name),
-        name=str(result.get("name") or " ".join(overrides) or folder.name),
-        status=status if status in ("finished", "failed", "killed") else "failed", reason=reason,
+        id=result.get("run_id") or folder.name,
+        name=result.get("name") or " ".join(result.get("overrides", [])) or folder.name,
+        status=result.get("status", "failed"), reason=reason if result or broken else NO_RESULT,
         settings=asked, requested=other, seed=str(result.get("seed", "")),
         machine=machine_of(result),
-        commit=_short(git, bool(changed_code(source))) if isinstance(git, str) else "",
+        commit=_short(source.get("git") or "", bool(changed_code(source))),
         started=begin.stat().st_mtime if begin.exists() else 0.0,
         tracked=(folder / "mlflow.json").exists(), whole=bool(settings),
-        overrides=overrides, resumed="resume" in result,
-        final=final_metrics(result), curves=_curves(_parse(lines)),
+        overrides=tuple(result.get("overrides", ())), resumed="resume" in result,
+        final=final_metrics(result), curves=_curves(points),
+        damage=tuple(f"{folder.name}/{words}" for words in (broken, unknown, lines) if words),
     )  # fmt: skip
 
 
@@ -164,12 +169,13 @@ def from_sweep(folder: Path) -> StudyRecord:
 
     Of a sweep that another process still runs, jobs without a result are running.
     """
-    jobs = [p for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    there = folder.iterdir() if folder.is_dir() else []
+    jobs = [p for p in there if p.name.isdecimal() and p.is_dir()]
     if not jobs:
         raise ConfigError(f"folder={folder} holds no jobs of a multirun")
-    study = read_json(folder / STUDY_FILE)
+    study, broken = shapes.read(folder / STUDY_FILE, shapes.Study)
     runs = [from_folder(job) for job in sorted(jobs, key=lambda p: int(p.name))]
-    if sweeps_elsewhere(study):
+    if study.get("process") and sweeps_elsewhere(study):
         runs = [replace(r, status="running") if r.reason == NO_RESULT else r for r in runs]
     if (folder / STUDY_FILE).exists() and not study:
         print(f"{folder / STUDY_FILE} is damaged: what its sweep asked is not known")
@@ -178,21 +184,41 @@ def from_sweep(folder: Path) -> StudyRecord:
         return study[key] if isinstance(study.get(key), kind) else None
 
     return StudyRecord(
-        known("name", str) or folder.name, runs, known("parent_run_id", str),
-        tuple(map(str, known("varied", list) or ())), known("baseline", str),
-        known("threshold", int | float),
+        study.get("name") or folder.name, runs, study.get("parent_run_id"),
+        tuple(study.get("varied", ())), study.get("baseline"), study.get("threshold"),
+        (broken,) if broken else (),
     )  # fmt: skip
 
 
-def _parse(lines: Iterable[str]) -> Iterable[tuple[str, int, float]]:
-    for line in lines:
+def _rows(path: Path) -> tuple[list[tuple[str, int, float]], str]:
+    """(metric, env steps, value) of a metrics.jsonl, and what is wrong with it, in words."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return [], ""
+    except OSError as error:
+        return [], f"{path.name} is damaged ({error.strerror})"
+    found, bad = [], []
+    for number, line in enumerate(lines):
         try:
-            row = json.loads(line)
-            values = {k: float(v) for k, v in row["metrics"].items() if k in CURVES}
-            step = int(row["step"])
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            continue  # torn by a kill
-        yield from ((name, step, value) for name, value in values.items())
+            found += _points(json.loads(line))
+        except (ValueError, OverflowError, RecursionError):
+            bad.append(number)
+    if bad == [len(lines) - 1]:
+        bad = []  # torn by a kill
+    return found, f"{path.name}: {len(bad)} of {len(lines)} rows are damaged" if bad else ""
+
+
+def _points(row: Any) -> list[tuple[str, int, float]]:
+    """What a row holds of CURVES; raises ValueError where it is none."""
+    metrics = row.get("metrics") if isinstance(row, dict) else None
+    if not isinstance(metrics, dict):
+        raise ValueError("no row")
+    named = {name: value for name, value in metrics.items() if name in CURVES}
+    for value in (row.get("step"), *named.values()) if named else ():
+        if type(value) not in (int, float):
+            raise ValueError("no number")
+    return [(name, int(row["step"]), float(value)) for name, value in named.items()]
 
 
 def _curves(
@@ -257,18 +283,28 @@ def from_store(store: Store, study: str | None, run_ids: Iterable[str] = ()) -> 
         runs = list(pool.map(lambda run: _record(store, run), found))
     runs = _without_replaced(sorted(runs, key=lambda run: run.started))
     # Jobs that ended before they had a run of their own are known to their parent only.
-    for number in range(int(facts.get(LOST, 0))):
-        lost = json.loads(facts[f"{LOST}.{number}"])
+    damage = []
+    for tag in (k for k in facts if k.startswith(f"{LOST}.")):
+        try:
+            lost = shapes.Lost.model_validate_json(facts[tag])
+        except ValueError:
+            damage.append(f"tag {tag} of the study's run is damaged")
+            continue
         runs.append(RunRecord(
-            f"lost-{number}", " ".join(lost["overrides"]), "failed",
-            _of_overrides(lost["overrides"]), reason=lost["reason"], whole=False,
+            tag, " ".join(lost.overrides), "failed",
+            _of_overrides(lost.overrides), reason=lost.reason, whole=False,
         ))  # fmt: skip
     varied = tuple(k for k in facts.get("varied", "").split(",") if k)
     known = {k.removeprefix("study."): v for k, v in facts.items() if v != "null"}
-    threshold = known.get("threshold")
+    asked = {k: known[k] for k in ("baseline", "threshold") if k in known}
+    try:
+        of_sweep = shapes.Study.model_validate_strings(asked)
+    except ValueError:
+        of_sweep = shapes.Study()
+        damage.append(f"{asked} of the study's run are damaged")
     return StudyRecord(
-        name, runs, facts.get("run_id"), varied, known.get("baseline"),
-        None if threshold is None else float(threshold),
+        name, runs, facts.get("run_id"), varied, of_sweep.baseline, of_sweep.threshold,
+        tuple(damage),
     )  # fmt: skip
 
 

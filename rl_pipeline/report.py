@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -16,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from rl_pipeline.escape import in_a_row, plain
+from rl_pipeline.files import working_directory
 from rl_pipeline.telemetry.stores import database_of, uri_of
+from rl_pipeline.terminal import shown_path
 
 if TYPE_CHECKING:
     from rl_pipeline.groups import Comparison, Group
@@ -34,9 +36,11 @@ def objective(result: dict[str, Any]) -> float:
 
 def wide_console() -> Console:
     """The terminal; elsewhere wide enough that tables in logs are not folded."""
-    # No markup: names, reasons and paths may hold brackets.
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=160)
+    # No markup and no emoji: names, reasons and paths may hold brackets and colons.
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160
+    return console
 
 
 def print_summary(result: dict[str, Any], console: Console | None = None) -> None:
@@ -51,7 +55,7 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         "run", f"{task['algo']} on {task['id']}, seed {result['seed']}, {result['status']}"
     )
     if result["reason"]:
-        grid.add_row("", str(result["reason"]))
+        grid.add_row("", plain(result["reason"]))
     if returns["eval_mean"] is not None:
         grid.add_row(
             "return",
@@ -60,6 +64,11 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         )
     if returns["train_mean"] is not None:
         grid.add_row("", f"{returns['train_mean']:.1f}  (last training episodes)")
+    if (best := returns.get("best")) and best["fell"]:
+        grid.add_row(
+            "",
+            f"fell from {best['eval_mean']:.1f} at {best['env_steps']:,} env steps{_kept(result)}",
+        )
     over = f"steady state of {rate['steady_s']:.0f} s"
     if not rate["steady"]:
         over = "whole run with its warm-up: too short for a steady state"
@@ -76,7 +85,8 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         "work",
         f"{resumed}{counters['env_steps']:,} env steps, {counters['updates']:,} updates, "
         f"{counters['episodes']:,} games in {rate['wall_s']:.1f} s "
-        f"(of it warm-up {rate['warmup_s']:.1f} s; start-up before it {_startup(result)} s)",
+        f"(warm-up {rate['warmup_s']:.1f} s of it{_evaluating(result)}; start-up "
+        f"{_startup(result)} s before)",
     )
     if line := compile_line(result["compile"]):
         grid.add_row("compile", line)
@@ -108,7 +118,8 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
     elif tracked.get("trouble") or tracked.get("pending"):
         grid.add_row("mlflow", f"not reached ({tracked.get('trouble')}); rows in metrics.jsonl")
         folder = shown_path(result["folder"])
-        grid.add_row("", f"ship them later: python -m rl_pipeline.telemetry.writer {folder}")
+        line = f"python -m rl_pipeline.telemetry.writer {shlex.quote(folder)}"
+        grid.add_row("", f"ship them later: {line}")
     console.print()
     console.print(grid)
 
@@ -130,10 +141,14 @@ def compile_line(found: dict[str, Any]) -> str:
     return line
 
 
-def shown_path(path: str) -> str:
-    """`path` as one types it from here."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
+def _kept(result: dict[str, Any]) -> str:
+    best = Path(result["folder"]) / "checkpoints" / "best.pt"
+    return f", kept in {shown_path(str(best))}" if best.exists() else ""
+
+
+def _evaluating(result: dict[str, Any]) -> str:
+    seconds = result.get("phases", {}).get("eval", {}).get("seconds")
+    return f", evaluation {seconds:.1f} s" if seconds else ""
 
 
 def _startup(result: dict[str, Any]) -> str:
@@ -145,7 +160,7 @@ def how_to_open(uri: str) -> str:
     """How to look at a store."""
     if uri.startswith("http"):
         return f"open {uri}"
-    if uri == uri_of(Path.cwd() / "mlflow.db"):
+    if uri == uri_of(working_directory() / "mlflow.db"):
         return "make ui  (or: mlflow ui --backend-store-uri sqlite:///mlflow.db)"
     database = database_of(uri)
     if database and "%" in uri and re.fullmatch(r"[\w.-]+", database.name):
@@ -197,15 +212,18 @@ def comparison_rows(
 
 def comparison_caption(found: Comparison) -> str:
     """What the columns mean."""
+    from rl_pipeline.stats import SURE
+
     lines = [
         "env steps/s: median over runs [95 % bootstrap]; speed-up: ratio of geometric means "
-        "[95 % Welch on log rates]; an interval that holds 1 is no difference"
+        "[95 % Welch on log rates, all together]; an interval that holds 1 is no difference"
     ]
     if any(g.returns for g in found.groups):
         lines.append(
             f"return: {found.return_metric}, IQM at {found.at_steps:,.0f} env steps [95 % "
-            "bootstrap]; learning: not worse if the loss is below the margin with 95 % confidence "
-            "(Yuen)"
+            f"bootstrap]; learning: not worse if, of {SURE} runs a side or more, the mean's loss "
+            "is below the margin with 95 % confidence (Welch, the worst run counted twice); a "
+            "collapse of less than every fourth run may go unseen"
         )
     if any(x and x.is_range for g in found.groups for x in (g.speed, g.returns)):
         lines.append("(a to b): the range of a setting with too few runs for an interval")
@@ -240,7 +258,7 @@ def what_ran(found: Comparison) -> str:
         return values.pop() if len(values) == 1 else ""
 
     told = [common("algo"), common("env.id")]
-    if (steps := common("total_steps")).isdigit():
+    if (steps := common("total_steps")).isdecimal():
         told.append(f"for {int(steps):,} env steps")
     return " ".join(filter(None, told))
 
@@ -275,9 +293,19 @@ def _number(value: float, form: str) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
+    """A Markdown table; what its cells hold is text."""
+    lines = [[_in_markdown(cell) for cell in cells] for cells in (header, *rows)]
+    lines.insert(1, ["---"] * len(header))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def _in_markdown(text: str) -> str:
+    """No tag, no entity, no cell of its own, no link and no formula."""
+    text = re.sub(r"&(?=[#\w])", "&amp;", in_a_row(text))
+    text = re.sub(r"<(?=[\w/!?])", "&lt;", text)
+    for mark, written in (("|", r"\|"), ("](", r"]\("), ("$", r"\$"), ("`", r"\`")):
+        text = text.replace(mark, written)
+    return text
 
 
 def print_comparison(found: Comparison, console: Console | None = None) -> None:
@@ -289,16 +317,16 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
         # Folded where the terminal is narrow, never cut.
         table.add_column(title, justify="right" if i else "left", overflow="fold")
     for group, row in zip(found.groups, rows, strict=True):
-        table.add_row(group.label, *row[1:])
+        table.add_row(in_a_row(group.label), *map(in_a_row, row[1:]))
     console.print(table)
     for group in found.groups:
         for run in group.failures:
             console.print(run.status, style="red", end=" ")
-            console.print(f"{run.name}\n    {run.reason}")
+            console.print(plain(f"{run.name}\n    {run.reason}"))
     if answer := in_one_line(found):
-        console.print(answer, style="bold")
+        console.print(plain(answer), style="bold")
     for note in found.notes:
-        console.print(f"- {note}")
+        console.print(plain(f"- {note}"))
 
 
 def write_comparison(found: Comparison, folder: Path) -> list[Path]:
@@ -309,8 +337,8 @@ def write_comparison(found: Comparison, folder: Path) -> list[Path]:
     header, rows = comparison_rows(found)
     caption = comparison_caption(found)
     drawn = figures.pictures(found)
-    answer = in_one_line(found)
-    notes = "\n".join(f"- {note}" for note in found.notes)
+    answer = _in_markdown(in_one_line(found))
+    notes = "\n".join(f"- {_in_markdown(note)}" for note in found.notes)
     files: dict[str, str | bytes] = {
         "table.md": f"{markdown(header, rows)}\n{answer}\n\n{caption}\n\n{notes}\n",
         "groups.csv": _csv(found),
@@ -363,23 +391,36 @@ def _csv(found: Comparison) -> str:
     writer = csv.writer(text, lineterminator="\n")
     ends = ("", "_low", "_high", "_interval")
     writer.writerow([
-        *found.by, "runs", "finished", "recipe", "steady", "verdict",
+        *map(_in_csv, found.by), "runs", "finished", "recipe", "steady", "verdict",
         *(name + end for name in estimates for end in ends), *numbers, "parity", "margin",
     ])  # fmt: skip
     for g in found.groups:
         recipe = " ".join(f"{k}={v}" for k, v in g.recipe.items())
-        cells = [cell for name in estimates for cell in _cells(getattr(g, name))]
+        cells = [cell for name in estimates for cell in _cells(g, name)]
         cells += [getattr(g, name) for name in numbers]
         cells += [g.parity.verdict, g.parity.margin] if g.parity else ["", ""]
         writer.writerow([
-            *g.levels.values(), len(g.runs), len(g.done), recipe, g.steady, g.verdict,
+            *map(_in_csv, g.levels.values()), len(g.runs), len(g.done), _in_csv(recipe), g.steady,
+            g.verdict,
             *("" if x != x else x for x in cells),
         ])  # fmt: skip
     return text.getvalue()
 
 
-def _cells(value: Estimate | None) -> list[str | float]:
+def _in_csv(text: str) -> str:
+    """A text that no spreadsheet takes for a formula; numbers stay numbers."""
+    text = plain(text)
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\n")) else text
+    return text
+
+
+def _cells(group: Group, name: str) -> list[str | float]:
     """Value, low, high, and what these two are."""
+    value: Estimate | None = getattr(group, name)
     if value is None or not value.known:
         return [value.value if value else "", "", "", ""]
-    return [*value, "range" if value.is_range else "95 %"]
+    interval = "95 % together" if name == "speedup" else "95 %"
+    return [*value, "range" if value.is_range else interval]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator
@@ -14,8 +13,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from rl_pipeline.files import OURS, RUN_FILES, Claim, damage, read_json
 from rl_pipeline.settings import ConfigError, Settings
-from rl_pipeline.telemetry.tracker import read_json
 
 FIXED_ON_RESUME = (
     "seed", "env", "backend.name", "backend.num_envs", "buffer.name", "buffer.capacity",
@@ -24,29 +23,77 @@ FIXED_ON_RESUME = (
 """What makes a run the run it is. Where the replay's bytes live is not part of it."""
 
 
-def check_folder(settings: Settings, folder: Path) -> None:
-    """Refuse to mix two runs in one folder, and a resume that cannot be one; raises ConfigError."""
+def claim_folder(settings: Settings, folder: Path, subdir: str | None) -> None:
+    """Take hold of the folder of a run, which stays free of mixtures; raises ConfigError.
+
+    `subdir` is where Hydra keeps the composed configuration, below the folder.
+    """
+    if settings.resume:
+        check_resume(settings, folder)
+    claim = Claim(folder)
+    # Looked at under the lock: whoever had it may have left a run.
     if not settings.resume:
         if has_run(folder):
             raise ConfigError(
                 f"hydra.run.dir={folder} already holds a run; choose another folder, or continue "
                 f"that run with resume={folder}"
             )
-        return
+        if taken := [name for name in (*OURS, subdir) if name and (folder / name).exists()]:
+            raise ConfigError(
+                f"hydra.run.dir={folder} holds {taken[0]}, which the run would write over; choose "
+                "another folder"
+            )
+    claim.keep_room()
+
+
+def check_resume(settings: Settings, folder: Path) -> None:
+    """Refuse a resume that cannot be one; raises ConfigError."""
+    assert settings.resume is not None
     if folder.resolve() != find_run(settings.resume).resolve():
         raise ConfigError("hydra.run.dir goes with new runs; a resumed run stays in its folder")
-    check_resumed(settings, json.loads((folder / "run.json").read_text())["settings"])
-    done = max((int(p.stem[5:]) for p in folder.glob("checkpoints/step-*.pt")), default=0)
-    if done >= settings.total_steps:
+    check_resumed(settings, record_of(folder)["settings"])
+    if is_done(settings, folder) and not is_unshipped(folder):
         raise ConfigError(
-            f"resume={settings.resume}: the run already has {done:,} env steps of "
+            f"resume={settings.resume}: the run has finished, with all of "
             f"total_steps={settings.total_steps:,}; give a larger total_steps to go on"
         )
 
 
+def is_done(settings: Settings, folder: Path) -> bool:
+    """Whether a run has all its env steps and its last words."""
+    steps = [p.stem[5:] for p in folder.glob("checkpoints/step-*.pt")]
+    done = max((int(step) for step in steps if step.isdecimal()), default=0)
+    finished = read_json(folder / "result.json").get("status") == "finished"
+    return finished and done >= settings.total_steps
+
+
+def is_unshipped(folder: Path) -> bool:
+    """Whether rows of a run are not in its store yet."""
+    tracked = (folder / "tracking.json").exists()
+    return tracked and read_json(folder / "mlflow.json").get("finished") is not True
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """run.json of a run; raises ConfigError where it is damaged."""
+    path = folder / "run.json"
+    trouble = damage(path)
+    record = read_json(path)
+    kinds = {"run_id": str, "seed": int, "settings": dict, "overrides": list}
+    if not trouble and not all(isinstance(record.get(k), kind) for k, kind in kinds.items()):
+        trouble = f"{path} is damaged: it does not say what the run was"
+    if not trouble and not all(isinstance(text, str) for text in record["overrides"]):
+        trouble = f"{path} is damaged: its overrides are no texts"
+    if trouble:
+        raise ConfigError(
+            f"resume={folder}: {trouble}; the run cannot be continued, start a new one "
+            "(its checkpoints stay)"
+        )
+    return record
+
+
 def has_run(folder: Path) -> bool:
     """Whether a run wrote into `folder`."""
-    return any((folder / name).exists() for name in ("run.json", "result.json", "metrics.jsonl"))
+    return any((folder / name).exists() for name in RUN_FILES)
 
 
 @functools.cache
@@ -77,17 +124,22 @@ def find_run(name: str) -> Path:
 
     Raises ConfigError where there is none.
     """
-    if (Path(name) / "run.json").exists():
+    if _holds(name, "run.json"):
         return Path(name)
     for folder in _run_folders():
-        # A damaged file is no reason not to find another run.
-        records = (read_json(folder / file) for file in ("run.json", "mlflow.json"))
-        if any(record.get("run_id") == name for record in records):
+        if name in (read_json(folder / file).get("run_id") for file in ("run.json", "mlflow.json")):
             return folder
     raise ConfigError(
         f"resume={name}: no such run; give a run folder (it holds run.json) or the id of a run "
         "below outputs/ or multirun/ of the working directory"
     )
+
+
+def _holds(folder: str, file: str) -> bool:
+    try:
+        return (Path(folder) / file).exists()
+    except (OSError, ValueError):  # too long, or with a NUL: no path at all
+        return False
 
 
 def _run_folders() -> Iterator[Path]:
@@ -103,7 +155,7 @@ def with_resumed_overrides(argv: list[str]) -> list[str]:
     if {"-m", "--multirun"} & set(argv):
         raise ConfigError("resume continues one run; leave out -m")
     folder = find_run(str(given[-1]))
-    record = json.loads((folder / "run.json").read_text())
+    record = record_of(folder)
     saved = [_as_chosen(override, record["settings"]) for override in record["overrides"]]
     first = next(i for i, a in enumerate(argv) if "=" in a and not a.startswith("-"))
     return [*argv[:first], *saved, *argv[first:]]
@@ -127,11 +179,10 @@ def find_sweep(name: str) -> Path:
 
     Raises ConfigError where there is none.
     """
-    if (Path(name) / STUDY_FILE).exists():
+    if _holds(name, STUDY_FILE):
         return Path(name)
     found = []
     for path in Path("multirun").rglob(STUDY_FILE):
-        # A damaged one is no reason not to find another.
         study = read_json(path)
         if name in (study.get("name"), study.get("parent_run_id")):
             found.append((path.stat().st_mtime, path.parent))
@@ -143,23 +194,33 @@ def find_sweep(name: str) -> Path:
     )
 
 
+def study_of(folder: Path) -> dict[str, Any]:
+    """study.json of a multirun; raises ConfigError where it is damaged."""
+    path = folder / STUDY_FILE
+    trouble = damage(path)
+    study = read_json(path)
+    lists = [study.get("overrides"), study.setdefault("config_dir", [])]
+    if not trouble and not all(isinstance(x, list) and all(map(_is_text, x)) for x in lists):
+        trouble = f"{path} is damaged: it does not say what the sweep was"
+    if trouble:
+        raise ConfigError(f"study.resume={folder}: {trouble}; start a new sweep")
+    return study
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def with_resumed_sweep(argv: list[str]) -> list[str]:
     """Put the overrides of the multirun that `study.resume=` names before those given now."""
     given = [o.value() for o in parse_overrides([a for a in argv if a.startswith("study.resume=")])]
     if not given or given[-1] is None or "hydra.mode=RUN" in argv:
         return argv
     folder = find_sweep(str(given[-1]))
-    study, place = read_json(folder / STUDY_FILE), config_dir(argv)
-    saved, kept_place = study.get("overrides"), study.get("config_dir", [])
-    if not all(isinstance(x, list) and all(isinstance(o, str) for o in x)
-               for x in (saved, kept_place)):  # fmt: skip
-        raise ConfigError(
-            f"study.resume={given[-1]}: {folder / STUDY_FILE} is damaged, so its settings are not "
-            "known; begin the sweep anew in another folder"
-        )
-    assert isinstance(saved, list)
+    study = study_of(folder)
+    saved, place = study["overrides"], config_dir(argv)
     argv = [a for a in argv if a not in place]
-    flags = [*(place or kept_place), *(a for a in argv if a.startswith("-"))]
+    flags = [*(place or study.get("config_dir", [])), *(a for a in argv if a.startswith("-"))]
     now = [a for a in argv if not a.startswith("-")]
     keys = {_key(a) for a in now}
     # Given twice, a swept key would be crossed with itself.
@@ -197,9 +258,8 @@ def finished_jobs(folder: Path) -> dict[frozenset[str], dict[str, Any]]:
     done = {}
     for job in sorted(p for p in folder.iterdir() if p.name.isdigit()):
         result = read_json(job / "result.json")
-        overrides = result.get("overrides")
-        if result.get("status") == "finished" and isinstance(overrides, list):
-            done[frozenset(map(str, overrides))] = result
+        if result.get("status") == "finished" and isinstance(result.get("overrides"), list):
+            done[frozenset(result["overrides"])] = result
             continue
         aside = (folder / f"{job.name}.failed{i or ''}" for i in range(10**6))
         job.rename(next(p for p in aside if not p.exists()))
@@ -218,7 +278,10 @@ def check_resumed(now: Settings, then: dict[str, Any]) -> None:
     """Refuse a resume that would make another run of it; raises ConfigError naming the key."""
     current = now.model_dump(mode="json")
     for key in FIXED_ON_RESUME:
-        old, new = _get(then, key), _get(current, key)
+        try:
+            old, new = _get(then, key), _get(current, key)
+        except (KeyError, TypeError):
+            continue  # a run of a version that did not have this setting yet
         if key == "seed" and new is None:
             continue
         if old != new:

@@ -2,72 +2,40 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-import threading
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import torch
 
 from rl_pipeline.checkpoint import Checkpoints
+from rl_pipeline.files import give_room, told, why_not, write_json
 from rl_pipeline.graphs import CompileLog
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.schedule import Pace
 from rl_pipeline.phases import NullPhases, Phases, SerialisedPhases
-from rl_pipeline.settings import Settings
+from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.stop import Killed, StopRequest, no_exit
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView
 from rl_pipeline.telemetry.recorder import Recorder, bottleneck
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker
+from rl_pipeline.terminal import say
 from rl_pipeline.transfers import HiddenWaits, Transfers
-from rl_pipeline.types import Episode, Learner, Metrics, ReplayBuffer, VecEnv
+from rl_pipeline.types import Episode, Learner, Metrics, ReplayBuffer, StateError, VecEnv
 
 DRAIN_S = 60.0
 """How long a finished run waits for the tracking store to take the last rows."""
+KILLED_DRAIN_S = 5.0
+"""The same for a run that was told to stop: the tracker goes on alone."""
 TROUBLED_DRAIN_S = 3.0
 """The same for a store that does not answer: the tracker goes on alone, the rows are on disk."""
-
-
-class Killed(BaseException):
-    """The run was told to stop; carries the signal's name."""
-
-
-class StopRequest:
-    """SIGINT and SIGTERM as a request, honoured between updates, where the state is whole.
-
-    A second signal interrupts at once.
-    """
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-
-    def _on_signal(self, number: int, _: object) -> None:
-        name = signal.Signals(number).name
-        if self.reason:
-            raise Killed(name)
-        self.reason = name
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Handle the signals inside the block, where this is the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 @dataclass
@@ -78,6 +46,20 @@ class Replay:
     pace: Pace
     save: bool
     """The buffer's contents go into checkpoints."""
+
+
+class Evaluation(NamedTuple):
+    """What one evaluation came to: mean and standard deviation over its games."""
+
+    env_steps: int
+    mean: float
+    std: float
+    games: int
+
+    def surely_below(self, other: Evaluation) -> bool:
+        """Whether the difference is beyond the scatter of the games: two standard errors."""
+        error = math.hypot(self.std / self.games**0.5, other.std / other.games**0.5)
+        return other.mean - self.mean > 2 * error
 
 
 @dataclass
@@ -108,6 +90,7 @@ class Session:
     counters: sync.Counters = field(default_factory=sync.Counters)
     stop: StopRequest = field(default_factory=StopRequest)
     _scores: np.ndarray | None = None
+    _curve: list[Evaluation] = field(default_factory=list)
     _evals: int = 0
     _updates_before: int = 0
     """Of earlier sessions of this run."""
@@ -123,26 +106,32 @@ class Session:
 
         Raises what stopped the run: an error of a part, or Killed after a signal.
         """
-        status, reason = "failed", None
-        try:
-            with self.stop.installed():
-                reason = self._train(resume_from)
-            status = "killed" if self.stop.reason else "finished"
-            if self.stop.reason:
-                raise Killed(self.stop.reason)
-        except (KeyboardInterrupt, Killed) as error:
-            status, reason = "killed", str(error) or "SIGINT"
-            raise
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise
-        finally:
+        failure: BaseException | None = None
+        with self.stop.installed():
+            try:
+                with no_exit():
+                    reason = self._train(resume_from)
+                status = "finished"
+                if self.stop.reason:
+                    raise Killed(self.stop.reason)
+            except (KeyboardInterrupt, Killed) as error:
+                failure = error if isinstance(error, Killed) else Killed("SIGINT")
+                status, reason = "killed", str(failure)
+            except BaseException as error:
+                failure, status, reason = error, "failed", f"{type(error).__name__}: {error}"
             result = self._finish(status, reason)
+        if failure:
+            raise failure
         return result
 
     def _train(self, state: dict[str, Any] | None) -> str | None:
-        obs = self._restore(state) if state else self.envs.reset()
-        self._next_eval = self._after(self.settings.eval.every_steps)
+        obs = self._begin(state)
+        if self.counters.env_steps >= self.settings.total_steps:
+            # A run that was stopped in its last evaluation: that is what is left.
+            self.recorder.start(self.counters)
+            self._evaluate(obs)
+            return None
+        self._next_eval = self._after(self.settings.evaluate_every)
         self._next_save = self._after(self.settings.checkpoint.every_steps)
         self.facts["startup"]["until_first_step_s"] = time.time() - psutil.Process().create_time()
         self.recorder.start(self.counters)
@@ -153,6 +142,17 @@ class Session:
                 watched.enter_context(self._waits.watching())
             self.loop(self.counters, obs, self._after_turn)
         return self._note or None
+
+    def _begin(self, state: dict[str, Any] | None) -> np.ndarray:
+        if state is None:
+            return self.envs.reset()
+        try:
+            return self._restore(state)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise ConfigError(
+                f"resume={self.folder}: its checkpoint does not fit this run "
+                f"({type(error).__name__}: {error}); start a new run"
+            ) from error
 
     def _look_at(self) -> None:
         self._next_look = min(self.settings.total_steps, self._next_eval, self._next_save)
@@ -188,7 +188,7 @@ class Session:
             self._next_save = self._after(self.settings.checkpoint.every_steps)
         if evaluates and self.settings.eval.episodes and not self.stop.reason:
             self._evaluate(obs)
-            self._next_eval = self._after(self.settings.eval.every_steps)
+            self._next_eval = self._after(self.settings.evaluate_every)
         self._look_at()
         with self.phases("log"):
             self._show(self.recorder.tick(self.counters, metrics()))
@@ -222,6 +222,8 @@ class Session:
         self._scores = scores
         self._evals += 1
         mean = float(scores.mean())
+        steps = self.counters.env_steps
+        self._curve.append(Evaluation(steps, mean, float(scores.std()), len(scores)))
         self.recorder.write(self.counters.env_steps, {"return/eval": mean})
         cut = self.settings.eval.episodes - len(scores)
         self.progress.message(
@@ -254,6 +256,7 @@ class Session:
             "counters": asdict(self.counters),
             "pace": self.replay.pace.state_dict() if self.replay else None,
             "evals": self._evals,
+            "curve": [list(point) for point in self._curve],
             "recent": [list(game) for game in self.recorder.recent],
             "obs": torch.from_numpy(obs.copy()),
             "env_state": None
@@ -267,8 +270,10 @@ class Session:
         self.counters = sync.Counters(**state["counters"])
         self._updates_before = self.counters.updates
         self._evals = state["evals"]
+        self._curve = [Evaluation(*point) for point in state.get("curve", ())]
         self.recorder.episodes(Episode(*game) for game in state["recent"])
-        known = state["env_state"] is not None
+        obs, trouble = self._restore_envs(state["env_state"])
+        known = obs is not None
         self.facts["resume"] = {
             "from_env_steps": self.counters.env_steps, "exact": exact and known,
         }  # fmt: skip
@@ -276,12 +281,18 @@ class Session:
             self._restore_replay(self.replay, state, known)
         self.progress.message(
             f"resumed at {self.counters.env_steps:,} env steps"
-            + ("" if known else "; games that were under way begin anew")
+            + ("" if known else f"; games that were under way begin anew{trouble}")
         )
-        if known:
-            return self.envs.load_state(state["env_state"].numpy().tobytes())
-        # This backend cannot export its environments: new episodes begin here.
-        return self.envs.reset()
+        return self.envs.reset() if obs is None else obs
+
+    def _restore_envs(self, state: torch.Tensor | None) -> tuple[np.ndarray | None, str]:
+        """The current observations, or None (and why) where new episodes must begin."""
+        if state is None:  # this backend cannot export its environments
+            return None, ""
+        try:
+            return self.envs.load_state(state.numpy().tobytes()), ""
+        except StateError as error:
+            return None, f" ({error})"
 
     def _restore_replay(self, replay: Replay, state: dict[str, Any], known: bool) -> None:
         contents = state["replay"]
@@ -299,24 +310,35 @@ class Session:
         self.facts["resume"]["replay"] = "begun anew" if contents is None else "restored"
 
     def _finish(self, status: str, reason: str | None) -> dict[str, Any]:
-        with ExitStack() as closing:
-            # All of these run, last one first, whatever the others raise.
+        """Write the last words, then close every part, whatever the others raise."""
+        with self.stop.ignored():
             result = self._result(status, reason)
-            closing.callback(self._finish_tracking, result)
-            for part in (self.hardware, self.recorder, self.progress, self.envs):
-                closing.callback(part.close)
-            if self.replay:
-                closing.callback(self.replay.buffer.close)
-            _write_json(self.folder / "result.json", result)
-        return result
-
-    def _finish_tracking(self, result: dict[str, Any]) -> None:
+            give_room(self.folder)
+            written = self._write(result)
+        parts: list[Any] = [self.replay.buffer] if self.replay else []
+        for part in (*parts, self.envs, self.progress, self.recorder, self.hardware):
+            name = type(part).__name__
+            with self.stop.cutting(lambda name=name: say(f"{name} was not closed")):  # type: ignore
+                told(name, part.close, say)
         trouble = self.tracker.state().get("trouble")
         if trouble:
-            print(f"the tracking store does not answer: {trouble}", file=sys.stderr)
+            say(f"the tracking store does not answer: {trouble}")
+        drain_s = KILLED_DRAIN_S if status == "killed" else DRAIN_S
         # The tracker's own last figures are known only when it is done.
-        result["tracking"] = self.tracker.finish(TROUBLED_DRAIN_S if trouble else DRAIN_S)
-        _write_json(self.folder / "result.json", result)
+        with self.stop.cutting(lambda: result.update(tracking=self.tracker.finish(0))):
+            result["tracking"] = self.tracker.finish(TROUBLED_DRAIN_S if trouble else drain_s)
+        if written:
+            with self.stop.ignored():
+                self._write(result)
+        return result
+
+    def _write(self, result: dict[str, Any]) -> bool:
+        try:
+            write_json(self.folder / "result.json", result)
+        except OSError as error:
+            say(f"result.json was not written: {why_not(error)}")
+            return False
+        return True
 
     def _result(self, status: str, reason: str | None) -> dict[str, Any]:
         phases = self.recorder.phases()
@@ -331,6 +353,7 @@ class Session:
             "hardware_s": self.hardware.cpu_s,
             "tracker_s": tracked.get("cpu_s") or 0.0,
         }
+        best = max(self._curve, key=lambda point: point.mean, default=None)
         result = {
             "status": status,
             "reason": reason,
@@ -349,6 +372,12 @@ class Session:
                 "eval_std": None if scores is None else float(scores.std()),
                 "episodes": 0 if scores is None else len(scores),
                 "eval_scores": [] if scores is None else [float(s) for s in scores],
+                "best": best
+                and {
+                    "eval_mean": best.mean,
+                    "env_steps": best.env_steps,
+                    "fell": self._curve[-1].surely_below(best),
+                },
             },
             "compile": self.compile_log.report(self.counters.updates - self._updates_before),
             "accounting": {**cost, "share_of_steady_wall": sum(cost.values()) / wall},
@@ -367,10 +396,3 @@ class Session:
             result["phases"] = phases
             result["bottleneck"] = bottleneck(phases)
         return result
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all: others poll for this file."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(temporary, path)

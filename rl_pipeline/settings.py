@@ -167,7 +167,9 @@ class PPOSettings(Frozen):
     normalize_advantage: bool = True
     """Per minibatch, over its valid rows."""
     target_kl: PositiveFloat | None = None
-    """Stop the epochs of an update once the approximate KL exceeds 1.5 times this."""
+    """Stop after an epoch whose last minibatch has an approximate KL above 1.5 times this. Stable-
+    Baselines3 looks at each minibatch and stops before that step; here an epoch may be one graph,
+    so that up to `num_minibatches` more steps are taken."""
     normalize_obs: bool = False
     """By running mean and standard deviation, clipped to +-10. Statistics move between updates."""
     normalize_reward: bool = False
@@ -295,8 +297,9 @@ class EvalSettings(Frozen):
 
     episodes: Count = 20
     """0 switches evaluation off."""
-    every_steps: Count = 0
-    """Env steps between evaluations during training; 0 evaluates at the end only."""
+    every_steps: Count | None = None
+    """Env steps between evaluations during training; null takes a tenth of `total_steps`, 0
+    evaluates at the end only. Their time is no part of the throughput."""
     num_envs: PositiveInt = 10
     max_steps: PositiveInt = 30_000
     """A game still running after this many agent steps counts with the score it has."""
@@ -355,6 +358,12 @@ class Settings(Frozen):
     profile: ProfileSettings
     tracking: TrackingSettings
     _chosen: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def evaluate_every(self) -> int:
+        """Env steps between evaluations, 0 for none before the end."""
+        every = self.eval.every_steps
+        return -(-self.total_steps // 10) if every is None else every
 
     @property
     def chosen(self) -> dict[str, str]:
@@ -427,6 +436,11 @@ class Settings(Frozen):
             raise ValueError(
                 f"network=nature_cnn needs images, env={self.env.name} has none; use network=mlp"
             )
+        if self.network.name == "nature_cnn" and getattr(self.algo, "normalize_obs", False):
+            raise ValueError(
+                "algo.normalize_obs=true does not go with network=nature_cnn, which scales images "
+                "by the bounds of their space; leave it out, or use network=mlp"
+            )
         if self.tracking.name == "none" and (self.tracking.uri or self.tracking.experiment):
             raise ValueError(
                 "tracking.uri and tracking.experiment have no effect with tracking=none; use "
@@ -451,6 +465,16 @@ class Settings(Frozen):
                 raise ValueError(
                     f"algo.num_minibatches={algo.num_minibatches} must divide algo.horizon x "
                     f"backend.num_envs = {algo.horizon} x {self.backend.num_envs} = {rows}"
+                )
+            if rows == algo.num_minibatches:
+                why = "its normalised advantage is always 0, so that the policy never moves"
+                if not algo.normalize_advantage:
+                    why = "it is empty where that row only resets an environment"
+                raise ValueError(
+                    f"algo.num_minibatches={algo.num_minibatches} leaves one row a minibatch "
+                    f"(algo.horizon x backend.num_envs = {algo.horizon} x {self.backend.num_envs} "
+                    f"= {rows} rows), and {why}; use a longer algo.horizon, more "
+                    "backend.num_envs or fewer algo.num_minibatches"
                 )
         else:
             if buffer.name == "rollout":

@@ -17,12 +17,14 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rl_pipeline.config import near, refusing, sweep_settings, varied_keys
+from rl_pipeline.files import read_json, working_directory, write_json
 from rl_pipeline.processes import myself, sweeps_elsewhere
+from rl_pipeline.redaction import redact
 from rl_pipeline.runs import STUDY_FILE, config_dir, flatten, has_run, parse_overrides, quote
 from rl_pipeline.settings import ConfigError, Settings
-from rl_pipeline.telemetry.redaction import redact
 from rl_pipeline.telemetry.stores import check_no_secrets
-from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, read_json, trains
+from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, trains
+from rl_pipeline.terminal import command, say, shown_path
 
 _HANDED_ON = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 
@@ -71,7 +73,7 @@ class Study(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         place = config_dir(sys.argv)
         study = read_json(folder / STUDY_FILE) | {
-            "name": name, "varied": varied, "folder": str(folder), "cwd": str(Path.cwd()),
+            "name": name, "varied": varied, "folder": str(folder), "cwd": str(working_directory()),
             "overrides": [a for a in sys.argv[1:] if a not in place and not a.startswith("-")],
             "config_dir": place, "process": myself(),
             "baseline": self._settings.baseline, "threshold": self._settings.threshold,
@@ -81,11 +83,11 @@ class Study(Callback):
 
             self._parent = tracker.create_parent(
                 grid[0].tracking, name, _tags(name, folder, _jobs(config, grid), varied),
-                _params(config, grid, varied), Path.cwd(), study.get("parent_run_id"),
+                _params(config, grid, varied), working_directory(), study.get("parent_run_id"),
             )  # fmt: skip
         if self._parent:
             study["parent_run_id"] = self._parent["run_id"]
-        (folder / STUDY_FILE).write_text(json.dumps(study, indent=1) + "\n")
+        write_json(folder / STUDY_FILE, study)
         self._open, self._folder = True, folder
         self._resumable = _ordered_by_us(config) and _is_grid(config)
         # An interrupted or crashed sweep never reaches on_multirun_end.
@@ -110,7 +112,7 @@ class Study(Callback):
         tags |= {LOST: str(len(lost))}
         tags |= {f"{LOST}.{n}": job for n, job in enumerate(lost)}
         self._end("failed" if failed else "finished", files, tags)
-        print(f"folder  {report.shown_path(str(folder))}")
+        print(f"folder  {shown_path(str(folder))}")
         if self._parent:
             print(f"mlflow  {report.how_to_open(redact(self._parent['uri']))}")
             server = report.server_of(redact(self._parent["uri"]))
@@ -144,7 +146,7 @@ class Study(Callback):
             return [], {}
         report.print_comparison(found)
         files = report.write_comparison(found, folder / "comparison")
-        print(f"page    {report.shown_path(str(folder / 'comparison' / 'index.html'))}")
+        print(f"page    {shown_path(str(folder / 'comparison' / 'index.html'))}")
         tags = {"answer": report.in_one_line(found)}
         # For a later comparison: the first to run, where none was named, is known only here.
         base = ",".join(f"{k}={v}" for k, v in found.baseline.items())
@@ -153,11 +155,9 @@ class Study(Callback):
         return files, tags
 
     def _say_resume(self) -> None:
-        from rl_pipeline.report import shown_path
-
         if self._resumable:
-            line = f"python -m rl_pipeline.train study.resume={shown_path(str(self._folder))}"
-            print(f"run what is missing with\n  {line}", file=sys.stderr)
+            line = command("train", study__resume=shown_path(str(self._folder)))
+            say(f"run what is missing with\n  {line}")
 
     def _end(
         self, status: str, artifacts: Sequence[Path] = (), tags: dict[str, str] | None = None

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from rl_pipeline import stop
+
+if __name__ == "__main__":
+    stop.answer_early()
+
+# ruff: noqa: E402 - what is imported from here on takes a second
 import sys
 import traceback
 from pathlib import Path
@@ -11,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from rl_pipeline import config
+from rl_pipeline import config, files, terminal
 
 
 @hydra.main(version_base="1.3", config_path=str(config.CONF), config_name="config")
@@ -23,25 +29,28 @@ def _train(cfg: DictConfig) -> float:
 
         own = list(hydra_config.overrides.hydra)
         return jobs.run_here(list(hydra_config.overrides.task), hydra_config.job.num, own)
-    # Heavy imports only here: --help, --cfg and a bad setting answer at once.
-    from rl_pipeline import build, report
-    from rl_pipeline.session import Killed
-
+    folder = Path(hydra_config.runtime.output_dir)
     try:
-        with config.refusing():
+        with stop.no_exit():
+            # Heavy imports only here: --help, --cfg and a bad setting answer at once.
+            from rl_pipeline import build, report
+
             result = build.train(cfg)
-    except (Killed, KeyboardInterrupt) as stopped:
-        name = str(stopped) or "SIGINT"
-        print(f"stopped by {name}", file=sys.stderr)
-        folder = Path(HydraConfig.get().runtime.output_dir)
+    except stop.Killed:
         if any(folder.glob("checkpoints/step-*.pt")):
-            resume = report.shown_path(str(folder))
-            print(f"continue with\n  python -m rl_pipeline.train resume={resume}", file=sys.stderr)
-        sys.exit(143 if name == "SIGTERM" else 130)
+            line = terminal.command("train", resume=terminal.shown_path(str(folder)))
+            terminal.say(f"continue with\n  {line}")
+        raise
+    except config.ConfigError:
+        raise
     except Exception as error:
-        traceback.print_exc()
-        where = report.shown_path(HydraConfig.get().runtime.output_dir)
-        print(f"failed: {type(error).__name__}: {error}\nfolder: {where}", file=sys.stderr)
+        if isinstance(error, OSError) and files.of_the_disk(error):
+            terminal.say(f"failed: {files.why_not(error)}")
+        else:
+            traceback.print_exc()
+            terminal.say(f"failed: {type(error).__name__}: {error}")
+        if (folder / "run.json").exists():
+            terminal.say(f"folder: {terminal.shown_path(str(folder))}")
         sys.exit(1)
     report.print_summary(result)
     return report.objective(result)

@@ -43,7 +43,9 @@ def make_training(
             from rl_pipeline.learners.ppo import PPO
 
             ppo = PPO(algo, settings.network, envs.spec, runtime, phases)
-            rollout = RolloutBuffer(envs.spec, algo.horizon, ppo.extras, runtime.device)
+            rollout = RolloutBuffer(
+                envs.spec, algo.horizon, ppo.extras, runtime.device, runtime.transfers.to_device
+            )
 
             def on_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
                 sync.run(envs, rollout, ppo, phases, counters, settings.total_steps, obs, hook)
@@ -76,7 +78,7 @@ def make_replay(
 
     `folder` is the run's: a memory-mapped one lives there.
     """
-    wanted, device = settings.buffer, runtime.device
+    wanted, device, ledger = settings.buffer, runtime.device, runtime.transfers
     if wanted.placement != "cpu" and device.type == "cpu":
         raise ValueError(
             f"buffer.placement={wanted.placement} is for a GPU and this run is on the CPU "
@@ -88,7 +90,9 @@ def make_replay(
     if wanted.name == "deque":
         from rl_pipeline.buffers.deque import DequeBuffer
 
-        return DequeBuffer(spec, capacity, algo.n_step, algo.gamma, seed, device)
+        return DequeBuffer(
+            spec, capacity, algo.n_step, algo.gamma, seed, device, runtime.transfers.send
+        )
 
     from rl_pipeline.buffers.replay import Replay as Ring
     from rl_pipeline.buffers.ring import Priorities
@@ -106,13 +110,16 @@ def make_replay(
     elif wanted.placement == "cuda":
         from rl_pipeline.buffers.device import DeviceReplay
 
-        return DeviceReplay(spec, capacity, device=device, **options)
+        return DeviceReplay(spec, capacity, device=device, send=ledger.send, **options)
     elif wanted.placement == "pinned":
         from rl_pipeline.buffers.staging import CudaTransfer, StagedReplay
 
-        ring = StagedReplay(spec, capacity, transfer=CudaTransfer(device), **options)
+        ring = StagedReplay(
+            spec, capacity, transfer=CudaTransfer(device, runtime.transfers.sent), **options
+        )
     else:
         ring = Ring(spec, capacity, **options)
+    ring.fetch = ledger.to_host
     if not wanted.prefetch:
         return ring
     from rl_pipeline.buffers.prefetch import Prefetch

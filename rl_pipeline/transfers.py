@@ -1,4 +1,9 @@
-"""Between host and device: one copy of observations in, one of actions out, both on the ledger."""
+"""Between host and device: every copy that training makes is on one ledger.
+
+An act is one copy of observations in and one of actions out; then come a rollout's rows or a
+replay's batches, what a replay on the device is given, and the priorities that one on the host gets
+back. Evaluation, checkpoints and the log tick are not training.
+"""
 
 from __future__ import annotations
 
@@ -84,14 +89,27 @@ class Transfers:
         self._note(self.to_device_total, array.nbytes, begin)
         return tensor
 
+    def send(self, array: np.ndarray) -> Tensor:
+        """As `to_device`, for arrays of ever new shapes: without a staging buffer for each."""
+        if self._device.type == "cpu":
+            return torch.from_numpy(array)
+        begin = time.perf_counter()
+        tensor = torch.from_numpy(array).to(self._device)
+        self._note(self.to_device_total, array.nbytes, begin)
+        return tensor
+
     def to_host(self, tensor: Tensor) -> np.ndarray:
         """`tensor` as an array, complete when this returns; on the CPU a view of it."""
         if self._device.type == "cpu":
-            return tensor.numpy()
+            return tensor.detach().numpy()
         begin = time.perf_counter()
-        array = tensor.cpu().numpy()
+        array = tensor.detach().cpu().numpy()
         self._note(self.to_host_total, array.nbytes, begin)
         return array
+
+    def sent(self, nbytes: int, begin: float) -> None:
+        """Note a copy to the device that somebody else started, `begin` as of perf_counter."""
+        self._note(self.to_device_total, nbytes, begin)
 
     @staticmethod
     def _note(total: Direction, nbytes: int, begin: float) -> None:

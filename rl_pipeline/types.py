@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -62,6 +62,10 @@ class Continuous:
         return self.low.shape
 
 
+class StateError(ValueError):
+    """A saved state that environments cannot continue from; they are as they were before."""
+
+
 ActionSpace = Discrete | MultiDiscrete | MultiBinary | Continuous
 
 
@@ -79,6 +83,8 @@ class EnvSpec:
     """Emulator frames per agent step (4 for the standard Atari preprocessing, else 1)."""
     max_episode_steps: int | None = None
     """Time limit in agent steps."""
+    obs_bounds: tuple[np.ndarray, np.ndarray] | None = field(default=None, compare=False)
+    """Lowest and highest observation that the space allows, [*obs_shape] each; None: unknown."""
 
 
 class Step(NamedTuple):
@@ -172,7 +178,10 @@ class VecEnv(Protocol):
         """Everything needed to continue exactly, or None where the backend cannot say."""
 
     def load_state(self, state: bytes) -> np.ndarray:
-        """Continue from `state`; returns the current obs."""
+        """Continue from `state`; returns the current obs.
+
+        Raises StateError, with nothing changed and nothing executed, where that cannot be.
+        """
 
     def close(self) -> None:
         """Free all resources; a second call does nothing."""
@@ -259,4 +268,4 @@ class ReplayLearner(Learner, Protocol):
         """One optimizer step; returns the new priorities [B] of the batch."""
 
     def metrics(self, progress: float) -> Metrics:
-        """Of the last update; called at the log tick only."""
+        """Of the updates since the last call; called at the log tick only."""

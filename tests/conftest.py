@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import Brood, finish, until
 
 # Two test workers on two cores: one thread each, before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,15 +49,39 @@ class Cli:
 
     def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
+        self.brood = Brood()
+
+    def start(
+        self,
+        *args: str,
+        module: str = "rl_pipeline.train",
+        env: dict[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[str]:
+        """Start a command; both outputs are pipes unless `options` of Popen say otherwise."""
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *args], cwd=self.cwd, text=True,
+            env=self.brood.environ | (env or {}), **(pipes | options),
+        )  # fmt: skip
 
     def __call__(
         self, *args: str, module: str = "rl_pipeline.train", env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")}
-        return subprocess.run(
-            [sys.executable, "-m", module, *args], cwd=self.cwd, text=True, capture_output=True,
-            env=environ | (env or {}), timeout=120, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        process = self.start(*args, module=module, env=env)
+        out, err = finish(process)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def training(self, *args: str, **options: Any) -> subprocess.Popen[str]:
+        """Start a run, and wait until it has logged a row."""
+        before = self._rows()
+        process = self.start(*args, **options)
+        until(lambda: self._rows() > before or process.poll() is not None, 60, "a row")
+        assert process.poll() is None, process.communicate()
+        return process
+
+    def _rows(self) -> int:
+        return sum(p.stat().st_size for p in self.cwd.rglob("metrics.jsonl"))
 
     def results(self) -> list[dict[str, Any]]:
         """Every result.json below, oldest first."""
@@ -69,8 +95,13 @@ class Cli:
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Cli:
-    return Cli(tmp_path)
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    cli = Cli(tmp_path)
+    try:
+        yield cli
+        until(lambda: not cli.brood.alive(), 15, "the end of all that the test started")
+    finally:
+        cli.brood.end()
 
 
 @pytest.fixture

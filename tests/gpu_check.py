@@ -181,13 +181,13 @@ def check_transfers(case: Case) -> None:
     """One copy of observations in and one of actions out for each act; none on the CPU."""
     ledger = case.runtime.transfers
     before = (ledger.to_device_total.copies, ledger.to_host_total.copies)
+    bytes_before = ledger.to_device_total.bytes
     case.act(1)
     after = (ledger.to_device_total.copies, ledger.to_host_total.copies)
     assert [b - a for a, b in zip(before, after, strict=True)] == ([1, 1] if CUDA else [0, 0])
     if not CUDA:
         return
-    seen = ledger.to_device_total.bytes / ledger.to_device_total.copies
-    assert seen == case.obs(0).nbytes
+    assert ledger.to_device_total.bytes - bytes_before == case.obs(0).nbytes
     # The copy of actions is the one synchronisation of an act.
     torch.cuda.set_sync_debug_mode("warn")
     try:

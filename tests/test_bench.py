@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 from experiments import frame  # noqa: E402
 from experiments.envs import bench, steppers  # noqa: E402
 from experiments.envs.paired import Cell, summarize, take_turns  # noqa: E402
+from experiments.learning import study as learning  # noqa: E402
 from experiments.vectorization import study  # noqa: E402
 from experiments.vectorization.naive import NaiveEnvs  # noqa: E402
 
@@ -247,3 +248,12 @@ def test_what_cannot_take_effect_on_a_study_is_refused(monkeypatch):
     with pytest.raises(SystemExit, match="SEEDS, DEVICE: no effect on this study"):
         frame.refuse_changes()
     assert frame.changes() == ["seed=1,2,3", "device=cpu"]
+
+
+def test_runs_that_end_below_the_bar_and_runs_that_fall_are_counted(monkeypatch):
+    """One that never reached it, one that fell to the end, one in between, one that stayed."""
+    ends = [[0, 1, 2], [0, 9, 3], [9, 4, 9], [0, 9, 9]]
+    runs = [{"curve": list(enumerate(values))} for values in ends]
+    monkeypatch.setattr(learning, "load", lambda task, backend: runs)
+    monkeypatch.setattr(learning, "TASKS", [learning.Task("t", ("a", "b"), (1,), 10, 5, "mean")])
+    assert learning.below().splitlines()[-1] == "| t | 5 | 8 | 4 | 2 | 2 | 2 |"

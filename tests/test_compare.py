@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import socket
 import sqlite3
 from dataclasses import replace
@@ -14,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Cli, settings
+from scipy.stats import binom
 
 from rl_pipeline import compare as compare_door
-from rl_pipeline import records, report
+from rl_pipeline import figures, records, report
 from rl_pipeline.comparison import compare
 from rl_pipeline.groups import Comparison
 from rl_pipeline.records import RunRecord, StudyRecord
@@ -77,6 +79,16 @@ def test_groups_are_made_by_what_took_effect_and_the_difference_is_told():
         "precision": "fp32", "device": "cpu", "threads.envs": "2", "backend.num_envs": "8",
     }  # fmt: skip
     assert other == {"precision": "bf16"}
+
+
+def test_of_many_settings_that_are_alike_one_is_called_faster_in_one_sweep_of_twenty_at_most():
+    rng, trials, backends = np.random.default_rng(17), 60, ("gymnasium", *"abcdef")
+    wrong = 0
+    for _ in range(trials):
+        found = compare(study(*(noisy(rng, 1000, 5, backend=b) for b in backends)))
+        wrong += any(g.speedup and g.speedup.excludes(1) for g in found.groups)
+        assert [e.ratio for e in found.effects] == [g.speedup for g in found.groups[1:]]
+    assert wrong <= binom.ppf(0.999, trials, 0.05)
 
 
 def test_recipes_are_never_ranked_against_each_other():
@@ -145,7 +157,7 @@ def test_returns_are_compared_at_equal_steps_with_the_margin_stated():
     def learned(backend, mean, steps):
         return [
             record(seed, final_return=mean + rng.normal(0, 2), steps=steps, backend=backend)
-            for seed in range(5)
+            for seed in range(10)
         ]
 
     found = compare(study(learned("gymnasium", 400, STEPS), learned("envpool", 402, STEPS),
@@ -234,7 +246,10 @@ def test_the_same_return_from_every_seed_is_identical():
     assert compare(study(*runs)).groups[1].parity.verdict == "identical"
     runs[1][4] = record(4, final_return=499, buffer="memmap")
     assert compare(study(*runs)).groups[1].parity.verdict == "open"
-    top = [[record(s, final_return=500, buffer=b) for s in range(5)] for b in ("uniform", "memmap")]
+    top = [[record(s, final_return=500, buffer=b) for s in range(9)] for b in ("uniform", "memmap")]
+    assert compare(study(*top)).groups[1].parity.verdict == "open"
+    for group in top:
+        group.append(replace(group[0], seed="9"))
     assert compare(study(*top)).groups[1].parity.verdict == "not worse"
     for group in top:
         group[3] = replace(group[3], status="failed")
@@ -242,22 +257,22 @@ def test_the_same_return_from_every_seed_is_identical():
 
 
 def test_seeds_without_a_return_leave_the_learning_open():
-    good = [record(s) for s in range(5)]
-    failed = [replace(record(s, precision="bf16"), status="failed") for s in (3, 4)]
-    three = [record(s, precision="bf16") for s in range(3)]
-    assert compare(study(good, three)).groups[1].parity.verdict == "not worse"
-    found = compare(study(good, three, failed))
+    good = [record(s) for s in range(12)]
+    failed = [replace(record(s, precision="bf16"), status="failed") for s in (10, 11)]
+    ten = [record(s, precision="bf16") for s in range(10)]
+    assert compare(study(good, ten)).groups[1].parity.verdict == "not worse"
+    found = compare(study(good, ten, failed))
     assert found.groups[1].parity.verdict == "incomplete"
     rows = report.comparison_rows(found)[1]
     assert any("open: runs without a return" in cell for cell in rows[1])
 
 
-def test_a_collapsed_seed_that_the_trimmed_mean_passes_over_is_told():
-    good = [record(s) for s in range(5)]
-    one_bad = [record(s, precision="bf16", final_return=400 if s else 20) for s in range(5)]
+def test_a_collapsed_seed_leaves_the_learning_open_and_is_told():
+    good = [record(s) for s in range(10)]
+    one_bad = [record(s, precision="bf16", final_return=400 if s else 20) for s in range(10)]
     found = compare(study(good, one_bad))
-    assert found.groups[1].parity.verdict == "not worse"
-    assert any("1 of 5 runs end below the baseline" in note for note in found.notes)
+    assert found.groups[1].parity.verdict == "open"
+    assert any("1 of 10 runs end below the baseline" in note for note in found.notes)
     assert not any("end below" in note for note in compare(study(one_bad, good)).notes)
 
 
@@ -308,12 +323,56 @@ def test_brackets_in_a_reason_are_printed_as_they_are(capsys):
     assert reason in out and "env.kwargs=[a]" in out
 
 
+HOSTILE = "$\\frac{$ <b>|</b> \x1b[31m=\u202e`x` &lt; :boom: \ud800"
+
+
+def test_a_name_or_a_reason_is_shown_everywhere_and_obeyed_nowhere(capsys, tmp_path):
+    """Formulas, tags, cells, ANSI sequences, turned writing, emoji, half of a character."""
+    rng = np.random.default_rng(16)
+    key = "env.kwargs.x"
+    runs = [noisy(rng, 1000, 3, **{key: level}) for level in (HOSTILE, "=1+1", "_x", "-0.5")]
+    runs[1] = [replace(run, settings={**run.settings, "compile": HOSTILE}) for run in runs[1]]
+    bad = record(9, **{key: HOSTILE})
+    bad = replace(bad, status="failed", reason=f"a\n{HOSTILE}", name=HOSTILE)
+    found = compare(replace(study(*runs, [bad]), name=HOSTILE), by=[key])
+    found.notes.append(HOSTILE)
+    report.print_comparison(found)
+    files = report.write_comparison(found, tmp_path)
+    out = capsys.readouterr().out
+    texts = {p.name: p.read_text() for p in files if p.suffix in (".md", ".csv", ".html")}
+    for text in (out, *texts.values()):
+        assert "\x1b" not in text and "\u202e" not in text
+        assert r"\x1b" in text and r"\u202e" in text
+    assert ":boom:" in out
+    page, table = texts["index.html"], texts["table.md"]
+    assert "<b>" not in page and "&lt;b&gt;" in page and "&amp;lt;" in page
+    assert "<b>" not in table and "$" not in table.replace(r"\$", "") and "&amp;lt;" in table
+    cells = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()[:6]}
+    assert len(cells) == 1
+    levels = [row[key] for row in csv.DictReader(texts["groups.csv"].splitlines())]
+    assert levels[1:] == ["'=1+1", "_x", "-0.5"]
+    assert {p.name for p in files} >= {"pareto.png", "curves.png"}
+
+
+def test_a_level_with_a_formula_in_it_is_drawn_in_every_picture(tmp_path):
+    rng = np.random.default_rng(16)
+    levels = ("eager", HOSTILE, "_x")
+    runs = [noisy(rng, 1000 * i, 3, compile=x) for i, x in enumerate(levels, start=1)]
+    drawn = figures.pictures(compare(study(*runs)))
+    assert list(drawn) == ["pareto", "curves", "effects"]
+    # Letter by letter, with the dollars: as a comment of the text in the drawing.
+    assert all(r"$\frac{$" in picture.svg and "_x" in picture.svg for picture in drawn.values())
+    points = [(1, 1.0, 1.0, 1.0), (2, 2.0, 2.0, 2.0)]
+    panel = {"title": HOSTILE, "xlabel": HOSTILE, "ylabel": HOSTILE, "lines": {HOSTILE: points}}
+    figures.line_panels(tmp_path / "panels.png", [panel], rows=1)
+
+
 def test_the_csv_tells_ranges_from_intervals():
     rng = np.random.default_rng(14)
     found = compare(study(noisy(rng, 1000, 5), noisy(rng, 2000, 3, backend="envpool")))
     base, few = csv.DictReader(report._csv(found).splitlines())
     assert (base["speed_interval"], few["speed_interval"]) == ("95 %", "range")
-    assert few["speedup_interval"] == "95 %" and base["speedup_interval"] == ""
+    assert few["speedup_interval"] == "95 % together" and base["speedup_interval"] == ""
     ranges = [g["speed"]["is_range"] for g in report.as_object(found)["groups"]]
     assert ranges == [False, True]
 
@@ -327,6 +386,123 @@ def test_wrong_names_are_told():
         compare(two, baseline={"precision": "fp32"})
     with pytest.raises(ConfigError, match="no such group; there are backend=gymnasium"):
         compare(two, baseline={"backend": "isaac"})
+
+
+# -- folders, damaged ones too ---------------------------------------------------------------------
+
+
+def job(folder: Path, number: int, backend: str) -> None:
+    """A finished run as it lies in the folder of its sweep."""
+    there = folder / str(number)
+    there.mkdir(parents=True)
+    run = {"settings": {"backend": {"name": backend}, "env": {"id": "CartPole-v1"}, "seed": number}}
+    result = {
+        "status": "finished", "run_id": f"r{number}", "seed": number, "reason": None,
+        "overrides": [f"backend={backend}", f"seed={number}"], "effective": {"backend": backend},
+        "hardware": {"cpu_model": "a CPU", "cpu_budget": 2, "gpus": None},
+        "provenance": {"git": "abc", "dirty_files": []}, "bottleneck": None,
+        "throughput": {"steady": True, "env_steps_per_s": 1000.0 + number, "compile_s": 0},
+        "returns": {"eval_mean": 500.0, "train_mean": None}, "counters": {"env_steps": 2000},
+    }  # fmt: skip
+    rows = [
+        {"step": step, "metrics": {"return/train": step, "throughput/env_steps_per_s": 1000,
+                                   "gpu/power_w": 100.0}}
+        for step in range(100, 2100, 100)
+    ]  # fmt: skip
+    (there / "run.json").write_text(json.dumps(run))
+    (there / "result.json").write_text(json.dumps(result))
+    (there / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    folder = tmp_path / "sweep"
+    for number in range(8):
+        job(folder, number, "envpool" if number > 3 else "gymnasium")
+    asked = {"name": "s", "varied": ["backend"], "baseline": "backend=gymnasium"}
+    (folder / "study.json").write_text(json.dumps(asked | {"threshold": 900.0}))
+    return folder
+
+
+def changed(path: Path, **values: Any) -> bytes:
+    return json.dumps(json.loads(path.read_text()) | values).encode()
+
+
+BROKEN: list[Any] = [b"", b"{", b"[]", b"3", b"\xff\x00", b'"' * 9, b"[" * 100_000, None]
+ODD: dict[str, list[dict[str, Any]]] = {
+    "5/result.json": [
+        {"status": 5}, {"status": "no word"}, {"overrides": "backend=envpool"}, {"overrides": [1]},
+        {"effective": []}, {"provenance": []}, {"provenance": {"git": 1}}, {"hardware": {}},
+        {"provenance": {"dirty_files": 1}}, {"hardware": {"cpu_model": "", "cpu_budget": "x"}},
+        {"throughput": {"env_steps_per_s": 5}}, {"throughput": []}, {"returns": {"eval_mean": "5"}},
+        {"throughput": {"steady": True, "env_steps_per_s": -5}}, {"counters": 3}, {"startup": "no"},
+        {"throughput": {"steady": True, "wall_s": {}}}, {"bottleneck": 3}, {"reason": ["a"]},
+        {"run_id": {}}, {"name": 3}, {"seed": []}, {"counters": {"env_steps": 10**400}},
+    ],
+    "5/run.json": [{"settings": 3}, {"settings": [1]}, {"settings": None}],
+    "study.json": [
+        {"name": 3}, {"varied": "backend"}, {"varied": [3]}, {"baseline": 3}, {"baseline": "x"},
+        {"threshold": "900"}, {"threshold": math.nan}, {"process": 3}, {"process": [1]},
+        {"process": ["a", "b", "c"]}, {"parent_run_id": 3},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_damaged_file_costs_itself_and_is_named(sweep, name):
+    """Empty, half, of another kind, unreadable, a folder; or whole with values of odd types."""
+    path = sweep / name
+    whole = path.read_bytes()
+    for content in [*BROKEN, *(changed(path, **odd) for odd in ODD[name])]:
+        path.unlink()
+        path.mkdir() if content is None else path.write_bytes(content)
+        found = compare(records.from_sweep(sweep))
+        (note,) = [note for note in found.notes if f"{name} is damaged" in note]
+        base, other = found.groups
+        lost = name != "study.json"
+        assert (len(base.done), len(other.done)) == (4, 3 if lost else 4)
+        assert [run.reason for run in other.failures] == (
+            [note.removeprefix("5/")] if "result" in name else []
+        )
+        path.rmdir() if content is None else path.unlink()
+        path.write_bytes(whole)
+    assert not any("damaged" in note for note in compare(records.from_sweep(sweep)).notes)
+
+
+def test_damaged_rows_cost_themselves_and_are_counted(sweep):
+    path = sweep / "5" / "metrics.jsonl"
+    whole = path.read_bytes()
+    odd = [b"{", b"[]", b"3", b"\0\0", b"\xff", b'{"metrics": {"return/train": 1}}',
+           b'{"step": 1, "metrics": 3}', b'{"step": "1", "metrics": {"return/train": 1}}',
+           b'{"step": 1, "metrics": {"return/train": "1"}}',
+           b'{"step": NaN, "metrics": {"return/train": 1}}',
+           b'{"step": 1, "metrics": {"return/train": true}}',
+           b'{"step": 1, "metrics": {"return/train": 1%s}}' % (b"0" * 400)]  # fmt: skip
+    path.write_bytes(b"\n".join(odd) + b"\n" + whole)
+    found = compare(records.from_sweep(sweep), threshold=900)
+    assert "5/metrics.jsonl: 12 of 32 rows are damaged" in found.notes
+    assert found.groups[1].reached == 4
+    path.write_bytes(whole + b'{"step": 1')  # torn by a kill
+    assert not any("damaged" in note for note in compare(records.from_sweep(sweep)).notes)
+    # Without the rows of speed there is no time, and without time no energy.
+    path.write_bytes(b'{"step": 100, "metrics": {"gpu/power_w": 1}}\n')
+    assert len(compare(records.from_sweep(sweep)).groups[1].done) == 4
+    path.unlink()
+    path.mkdir()
+    (note,) = [n for n in compare(records.from_sweep(sweep)).notes if "metrics.jsonl" in n]
+    assert note == "5/metrics.jsonl is damaged (Is a directory)"
+
+
+def test_where_nothing_whole_is_left_the_door_says_so(sweep, monkeypatch, capsys):
+    for file, has in (("run", "settings that are known"), ("result", "finished")):
+        for number in range(8):
+            (sweep / str(number) / f"{file}.json").write_text("[")
+        monkeypatch.setattr("sys.argv", ["compare", f"folder={sweep}"])
+        with pytest.raises(SystemExit) as stopped:
+            compare_door.main()
+        told = capsys.readouterr().err
+        assert stopped.value.code == 2 and f"none of its 8 runs has {has}" in told
+        assert f"0/{file}.json is damaged (no JSON)" in told
 
 
 # -- a real store ---------------------------------------------------------------------------------
@@ -451,6 +627,23 @@ def test_changed_code_is_told_of_runs_in_a_store(planted):
     planted.client.delete_tag(run_id, "mlflow.source.git.commit")
 
 
+def test_damaged_tags_of_a_study_cost_themselves_and_are_named(planted):
+    """A threshold that is no number, a lost job in half."""
+    client = planted.client
+    client.set_tag(planted.parent, "study.threshold", "high")
+    client.set_tag(planted.parent, "lost_jobs.1", '{"overrides": 3')
+    client.set_tag(planted.parent, "lost_jobs", "many")
+    try:
+        found = records.from_store(planted.store, "planted")
+        assert found.threshold is None and len(found.runs) == 26
+        assert [text for text in compare(found).notes if "damaged" in text] == list(found.damage)
+        assert "lost_jobs.1" in found.damage[0] and "'threshold': 'high'" in found.damage[1]
+    finally:
+        client.set_tag(planted.parent, "lost_jobs", "1")
+        for tag in ("study.threshold", "lost_jobs.1"):
+            client.delete_tag(planted.parent, tag)
+
+
 def test_a_run_that_was_made_good_later_is_no_failure():
     good, bad = record(1), record(1)
     bad = RunRecord(**{**vars(bad), "status": "failed", "started": 1.0})
@@ -535,6 +728,9 @@ def test_a_study_is_compared_as_its_sweep_did_where_nothing_else_is_asked(plante
             "by=bakend: no run has that setting; did you mean backend",
         ),
         (["study=planted", "margin=-1"], "margin=-1: "),
+        (["study=planted", "by=\x1b[31m"], r"by=\x1b[31m: no run has that setting"),
+        (["study=planted", "by=[a"], "by=[a: no run has that setting"),
+        (["study=${a}"], "study=${a}: no such study"),
         ([], "give one of study="),
     ],
 )

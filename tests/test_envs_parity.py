@@ -131,6 +131,18 @@ def test_shapes_that_differ_are_a_difference():
     assert compare(one, other).p_values["starts"] == 0
 
 
+def test_what_becomes_of_a_fall_in_the_limit_s_step_is_measured_and_named():
+    told = {
+        backend: sample_of("env=cartpole", f"backend={backend}", games=4, starts=4).at_limit
+        for backend in ("gymnasium", "gymnasium_async", "gymnasium_native", "envpool")
+    }
+    assert told.pop("envpool") == "truncated only" and set(told.values()) == {"terminated"}
+    for backend in told:
+        named = known_differences("CartPole-v1", backend, "envpool")
+        assert "exactly the step of its time limit" in named[-1], backend
+    assert sample_of("env=pendulum", "backend=gymnasium", games=4, starts=4).at_limit == ""
+
+
 def test_known_differences_are_told_both_ways_round():
     (core,) = known_differences("ALE/Pong-v5", "gymnasium", "envpool")
     assert "ALE 0.11.2" in core

@@ -13,16 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
+import waiting
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 420.0
 
 
 def until(condition, what: str) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, f"never: {what}"
-        time.sleep(0.2)
+    waiting.until(condition, LIMIT_S, what, every_s=0.2)
 
 
 def sweep(cwd: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -79,7 +77,7 @@ def check_all_there(cwd: Path, database: Path, jobs: int, status: str) -> None:
 def test_four_jobs_at_once_on_the_embedded_store(tmp_path):
     job = sweep(tmp_path, "seed=1,2,3,4", "hydra.launcher.n_jobs=4", "max_wall_s=10",
                 "total_steps=1e9")  # fmt: skip
-    out, err = job.communicate(timeout=LIMIT_S)
+    out, err = waiting.finish(job, LIMIT_S)
     assert job.returncode == 0, out + err
     check_all_there(tmp_path, tmp_path / "mlflow.db", 4, "FINISHED")
 
@@ -154,7 +152,7 @@ def test_eight_jobs_on_a_server_that_goes_away_for_ten_seconds(tmp_path):
         until(lambda: all(b > a for a, b in zip(during, shipped(), strict=True)), "values again")
         for request in tmp_path.rglob("tracking.json"):
             os.kill(json.loads(request.read_text())["pid"], signal.SIGTERM)
-        job.communicate(timeout=LIMIT_S)
+        waiting.finish(job, LIMIT_S)
         check_all_there(tmp_path, server.database, 8, "KILLED")
     finally:
         if job and job.poll() is None:

@@ -6,8 +6,9 @@ import ast
 import json
 import threading
 import time
+import timeit
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,8 +237,10 @@ def test_without_a_profile_phases_are_absent():
     assert phases.window() == {}
 
 
-def test_entering_a_phase_costs_microseconds():
-    assert 0 < Phases().cost_s() < 50e-6
+def test_entering_a_phase_costs_little_more_than_a_with():
+    timer = timeit.Timer("with nothing: pass", globals={"nothing": nullcontext()})
+    least = min(timer.repeat(5, 1000)) / 1000
+    assert 0 < Phases().cost_s() < 100 * least
     assert NullPhases().cost_s() == 0
 
 
@@ -503,7 +506,18 @@ def test_random_streams_differ_by_name_seed_and_index():
 # -- the arrows of the design -------------------------------------------------------------------
 
 LAYERS = [
-    {"types", "settings", "cpus", "auto", "processes"},
+    {
+        "types",
+        "settings",
+        "cpus",
+        "auto",
+        "processes",
+        "files",
+        "escape",
+        "stop",
+        "redaction",
+        "terminal",
+    },  # fmt: skip
     {
         "runtime",
         "precision",
@@ -527,7 +541,7 @@ LAYERS = [
 LEAVES = {"telemetry", "checkpoint", "evaluate"}
 FRAME = {
     "cli", "compare", "comparison", "config", "doctor", "figures", "findings", "groups", "jobs",
-    "records", "report", "runs", "stats", "study", "train", "build", "session", "training",
+    "records", "report", "runs", "shapes", "stats", "study", "train", "build", "session", "training",
 }  # fmt: skip
 """The frame around a run: reads configs and results, never imported by the rooms."""
 

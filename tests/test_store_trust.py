@@ -15,9 +15,9 @@ import pytest
 from trust import DEAD, LONG_S, ask, half_made, track, tracker_for, until
 
 from rl_pipeline import processes, records, runs
+from rl_pipeline.redaction import redact, secrets_of
 from rl_pipeline.settings import ConfigError, TrackingSettings
 from rl_pipeline.telemetry import stores
-from rl_pipeline.telemetry.redaction import redact, secrets_of
 from rl_pipeline.telemetry.tracker import create_parent, kept_uri
 from rl_pipeline.telemetry.writer import request_of
 

@@ -9,11 +9,11 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import waiting
 from conftest import Cli
 from omegaconf import OmegaConf
 
@@ -213,15 +213,8 @@ def test_a_sweep_that_still_runs_is_not_resumed(cli):
 
 def long_sweep(cli: Cli, until: str) -> subprocess.Popen[str]:
     """A sweep that would take a day, once there is a file `until`."""
-    sweep = subprocess.Popen(
-        [sys.executable, "-m", "rl_pipeline.train", "-m", "seed=1,2", "total_steps=1e9"],
-        cwd=cli.cwd, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={k: v for k, v in os.environ.items() if not k.startswith("MLFLOW_")},
-    )  # fmt: skip
-    deadline = time.monotonic() + 90
-    while not list(cli.cwd.glob(f"multirun/*/*/{until}")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    sweep = cli.start("-m", "seed=1,2", "total_steps=1e9")
+    waiting.until(lambda: list(cli.cwd.glob(f"multirun/*/*/{until}")), 90, until)
     return sweep
 
 
@@ -229,7 +222,7 @@ def long_sweep(cli: Cli, until: str) -> subprocess.Popen[str]:
 def test_an_interrupted_sweep_says_how_to_go_on(cli):
     sweep = long_sweep(cli, "0/metrics.jsonl")
     sweep.send_signal(signal.SIGINT)
-    out, err = sweep.communicate(timeout=60)
+    out, err = waiting.finish(sweep)
     assert sweep.returncode == 130
     assert "[1/2] stopped " in out and "[2/2]" not in out
     (folder,) = (p.parent for p in (cli.cwd / "multirun").rglob("study.json"))

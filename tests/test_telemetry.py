@@ -7,16 +7,16 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+import waiting
 
 from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry.tracker import Tracker, create_parent, end_parent
 
 ROOT = Path(__file__).resolve().parents[1]
-WAIT_S = 90.0
+WAIT_S = 600.0
 LONG = "x" * 7000
 
 # A trainer that tracks, forks a worker (which inherits the pipe to the writer), and never ends.
@@ -57,10 +57,7 @@ def result(run_dir, status, reason=None):
 
 
 def until(condition, what):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, f"never: {what}"
-        time.sleep(0.05)
+    waiting.until(condition, 90, what, every_s=0.05)
 
 
 def ask(database, query, *values):

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import until
 
 from rl_pipeline.telemetry import hardware
 from rl_pipeline.telemetry.hardware import HardwareSampler
@@ -152,10 +153,7 @@ def test_several_gpus_are_averaged_summed_and_told_apart():
 def test_the_thread_samples_by_itself_until_closed():
     nvml = Nvml()
     machine = HardwareSampler(0.01, nvml=nvml, environ={})
-    end = time.monotonic() + 10
-    while "gpu/util_pct" not in machine.window() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert time.monotonic() < end
+    until(lambda: "gpu/util_pct" in machine.window(), 10, "a sample", every_s=0.02)
     machine.close()
     machine.close()
     machine.window()

@@ -8,13 +8,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import Cli
+from waiting import finish
 
 from rl_pipeline.evaluate import evaluate
 from rl_pipeline.types import Discrete, EnvSpec, Episode, Step
@@ -143,7 +143,7 @@ def test_resume_refuses_what_would_be_another_run(cli):
     assert "gamma: 0.98" in config_file.read_text()
     out = cli(f"resume={folder}")
     assert out.returncode == 2
-    assert "the run already has" in out.stderr
+    assert "the run has finished" in out.stderr
     assert "total_steps" in out.stderr
     for line in (["-m", f"resume={folder}"], [f"resume={folder}", "hydra.run.dir=elsewhere"]):
         out = cli(*line, "total_steps=900")
@@ -161,17 +161,11 @@ def test_resume_refuses_what_would_be_another_run(cli):
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on_in_the_same_mlflow_run(cli):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rl_pipeline.train", "seed=1", "eval.episodes=0", "log_every_s=0.2",
-         "total_steps=1e7", "tracking.flush_s=0.5"],
-        cwd=cli.cwd, stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not any(p.stat().st_size for p in cli.cwd.rglob("metrics.jsonl")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    process = cli.training(
+        "seed=1", "eval.episodes=0", "log_every_s=0.2", "total_steps=1e7", "tracking.flush_s=0.5"
+    )
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = finish(process)
     assert process.returncode == 130
     (folder,) = cli.folders()
     assert f"resume={folder.relative_to(cli.cwd)}" in err or f"resume={folder}" in err
@@ -230,17 +224,9 @@ def test_a_multirun_is_a_parent_with_named_children_and_one_bad_job_stays_alone(
 
 
 def test_a_sweep_that_is_told_to_end_takes_its_jobs_along(cli):
-    sweep = subprocess.Popen(
-        [sys.executable, "-m", "rl_pipeline.train", "-m", "seed=1,2", "total_steps=1e9",
-         "tracking.flush_s=0.5"],
-        cwd=cli.cwd, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not any(p.stat().st_size for p in cli.cwd.rglob("metrics.jsonl")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    sweep = cli.training("-m", "seed=1,2", "total_steps=1e9", "tracking.flush_s=0.5")
     sweep.terminate()
-    _, err = sweep.communicate(timeout=60)
+    _, err = finish(sweep)
     assert sweep.returncode == 143
     assert "Traceback" not in err
     assert "study.resume=multirun" in err
@@ -294,9 +280,9 @@ def test_an_environment_s_own_error_keeps_its_traceback_and_leaves_a_result(cli)
     out = cli(*line, "+env.kwargs.how=init", "eval.episodes=0")
     assert out.returncode == 1
     assert "theirs.py" in out.stderr
-    # Integer observations train; a close that fails is an error, but the result is there.
+    # Integer observations train; a close that fails is told and is no error of the work.
     out = cli(*line, "eval.episodes=0")
-    assert out.returncode == 1
+    assert out.returncode == 0
     assert "the simulator was gone" in out.stderr
     (result,) = cli.results()
     assert result["counters"]["updates"] > 0

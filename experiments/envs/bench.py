@@ -31,6 +31,7 @@ from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry import tracker
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.provenance import changed_code, provenance
+from rl_pipeline.terminal import shown_path
 
 HERE = Path(__file__).parent
 MAX_PROCESSES = 64
@@ -318,7 +319,7 @@ def main() -> None:
     rows = measure(options, cells)
     files = write(options, rows, facts)
     print((Path(options.out) / "table.md").read_text())
-    print("folder ", report.shown_path(options.out))
+    print("folder ", shown_path(options.out))
     if options.tracking != "none":
         print("mlflow ", log_sweep(rows, "bench-envs", facts, files))
     if any("failed" in row for row in rows):

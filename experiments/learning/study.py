@@ -121,6 +121,31 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def below() -> str:
+    """One row per task, in Markdown: of all its runs those that ended below the bar, those of them
+    that had reached it before, those that reached it, fell and ended above, and the worst end."""
+    lines = [
+        "| task | bar | runs | ended below | fell below to the end | in between only | worst end |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for task in TASKS:
+        found = [values for backend in task.backends for values in curves(load(task, backend))]
+        if not found:
+            continue
+        worst = min(values[-1] for values in found)
+        ended = sum(values[-1] < task.bar for values in found)
+        # After its first evaluation at the bar or above.
+        later = [(values[(values >= task.bar).argmax() :] < task.bar) for values in found]
+        fell = [x for x, values in zip(later, found, strict=True) if values.max() >= task.bar]
+        to_the_end = sum(x[-1] for x in fell)
+        between = sum(x.any() and not x[-1] for x in fell)
+        lines.append(
+            f"| {task.name} | {task.bar:g} | {len(found)} | {ended} | {to_the_end} | {between} | "
+            f"{worst:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def agreement(task: Task, backend: str) -> str:
     """Whether a backend's curve agrees with that of the task's first one."""
     base = task.backends[0]
@@ -199,7 +224,7 @@ def main() -> None:
                 for backend in task.backends:
                     run_cell(task, backend, seed)
     pairs = [agreement(task, other) for task in TASKS for other in task.backends[1:]]
-    text = "\n".join([table(), *filter(None, pairs)])
+    text = "\n".join([table(), below(), *filter(None, pairs)])
     (HERE / "table.md").write_text(text)
     picture()
     print(text)

@@ -72,6 +72,13 @@ def main() -> None:
     print(render(tasks, samples))
 
 
+def facts_of(found: Sample) -> dict[str, str]:
+    """What was measured to be one thing or another."""
+    if not found.at_limit:
+        return found.facts
+    return found.facts | {"a termination in the limit's step is": found.at_limit}
+
+
 def commit() -> str:
     """Of the code that measured."""
     git = provenance(Path(__file__).parent)
@@ -118,16 +125,21 @@ def render(tasks: list[str], samples: dict[tuple[str, str], Sample | str]) -> st
                 cells += [p[0], means[0], p[1], means[1], p[2]]
             known = known_differences(task_id, REFERENCE, backend)
             lines.append("| " + " | ".join([*cells, "; ".join(known)]) + " |")
-    lines += ["", "Facts that must be equal, as measured:", ""]
+    lines += [
+        "",
+        "Facts as measured, equal or named above as a known difference:",
+        "",
+    ]
     for task in tasks:
         reference = samples[task, REFERENCE]
         assert isinstance(reference, Sample)
-        facts = ", ".join(f"{key} {value}" for key, value in reference.facts.items())
+        facts = ", ".join(f"{key} {value}" for key, value in facts_of(reference).items())
         lines.append(f"- {task}: {facts}")
         for backend in BACKENDS:
             other = samples[task, backend]
             if isinstance(other, Sample):
-                unequal = {k: v for k, v in other.facts.items() if reference.facts.get(k, v) != v}
+                ours, theirs = facts_of(reference), facts_of(other)
+                unequal = {k: v for k, v in theirs.items() if ours.get(k, v) != v}
                 if unequal:
                     lines.append(f"  - {backend}: {unequal}")
     return "\n".join(lines)

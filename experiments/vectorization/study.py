@@ -24,6 +24,7 @@ from experiments.envs import bench, steppers
 from experiments.envs.paired import Advance, Cell, take_turns
 from experiments.vectorization.naive import NaiveEnvs
 from rl_pipeline import figures, report
+from rl_pipeline.terminal import shown_path
 
 HERE = Path(__file__).parent
 FULL = replace(bench.Options(), num_envs=(8, 64, 256), threads=(2,), repeats=3, out=str(HERE))
@@ -162,7 +163,7 @@ def main() -> None:
     rows = [row for group in groups.values() for row in rows_of(group, timings)]
     write(Path(options.out), rows, facts, options)
     print((Path(options.out) / "table.md").read_text())
-    print("folder ", report.shown_path(options.out))
+    print("folder ", shown_path(options.out))
 
 
 if __name__ == "__main__":

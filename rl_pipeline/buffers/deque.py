@@ -7,6 +7,7 @@ to its length. Use buffer=uniform.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,10 @@ class DequeBuffer:
         gamma: float,
         seed: int,
         device: torch.device,
+        send: Callable[[np.ndarray], Tensor] | None = None,
     ) -> None:
+        """`send` copies an array to the device; on the CPU it may be a view."""
+        self._send = send or (lambda array: torch.from_numpy(array).to(device))
         self._items: deque[Transition] = deque(maxlen=capacity)
         self._added = 0
         self._n_step, self._gamma, self._device = n_step, gamma, device
@@ -90,15 +94,12 @@ class DequeBuffer:
         columns = list(zip(*[self._items[i] for i in places.tolist()], strict=True))
         obs, action, next_obs = (np.stack(columns[i]) for i in (0, 1, 4))
 
-        def tensor(host: Any) -> Tensor:
-            return torch.from_numpy(host).to(self._device)
-
         return Batch(
-            obs=tensor(obs),
-            action=tensor(action.astype(self._action_dtype, copy=False)),
-            reward=tensor(np.array(columns[2], np.float32)),
-            discount=tensor(np.array(columns[3], np.float32)),
-            next_obs=tensor(next_obs),
+            obs=self._send(obs),
+            action=self._send(action.astype(self._action_dtype, copy=False)),
+            reward=self._send(np.array(columns[2], np.float32)),
+            discount=self._send(np.array(columns[3], np.float32)),
+            next_obs=self._send(next_obs),
             weight=torch.ones(batch_size, device=self._device),
             ids=places + (self._added - len(self._items)),
         )

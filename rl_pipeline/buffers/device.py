@@ -6,7 +6,7 @@ and which masses change. Nothing here waits for the device, except saving.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,18 @@ class DeviceReplay(Ring):
     _fanout = 128
     _always_weighs = True
 
-    def __init__(self, spec: EnvSpec, capacity: int, *, device: torch.device, **options: Any):
-        """`options` are those of `Ring`."""
+    def __init__(
+        self,
+        spec: EnvSpec,
+        capacity: int,
+        *,
+        device: torch.device,
+        send: Callable[[np.ndarray], Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        """`send` copies an array to the device; `options` are those of `Ring`."""
         self._device = device
+        self._send = send or (lambda array: torch.from_numpy(array).to(device))
         super().__init__(spec, capacity, **options)
 
     def _allocate(self) -> None:
@@ -75,9 +84,6 @@ class DeviceReplay(Ring):
         return sum(x.nbytes for x in (*tensors, *self._states.values()))
 
     # -- writing -----------------------------------------------------------------------------
-
-    def _send(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
 
     def _store(
         self,

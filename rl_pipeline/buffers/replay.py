@@ -90,7 +90,7 @@ class Replay(Ring):
         begins = (time % plan.stride == 0) & (which == plan.depth - 1)
         place = (time[begins] // plan.stride, written[begins] % plan.num_envs)
         for name, state in self._states.items():
-            given = extras[name].detach().cpu().numpy().reshape(-1, *state.shape[2:])
+            given = self.fetch(extras[name]).reshape(-1, *state.shape[2:])
             state[place] = given[source[begins]]
 
     # -- drawing -----------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Replay(Ring):
         """
         if self._priorities is None:
             raise ValueError("priorities have no effect on buffer=uniform")
-        values, ids = as_float64(priorities), np.ascontiguousarray(ids, np.int64)
+        values, ids = as_float64(priorities, self.fetch), np.ascontiguousarray(ids, np.int64)
         if ids.shape != values.shape:
             raise ValueError(f"{len(values)} priorities for {len(ids)} transitions")
         with self.lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
@@ -24,10 +24,17 @@ from rl_pipeline.types import Continuous, EnvSpec, Step
 BAD_PRIORITIES = "priorities must be finite and above 0 (add a small constant)"
 
 
-def as_float64(values: np.ndarray | Tensor) -> np.ndarray:
+def to_host(values: Tensor) -> np.ndarray:
+    """As an array, wherever the tensor lives."""
+    return values.detach().cpu().numpy()
+
+
+def as_float64(
+    values: np.ndarray | Tensor, fetch: Callable[[Tensor], np.ndarray] = to_host
+) -> np.ndarray:
     """As one contiguous axis on the host."""
     if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy()
+        values = fetch(values)
     return np.ascontiguousarray(values, np.float64).reshape(-1)
 
 
@@ -107,6 +114,8 @@ class Ring(ABC):
     """`_store` has something to do."""
     _always_weighs = False
     """Uniform draws use the sum tree too."""
+    fetch: Callable[[Tensor], np.ndarray] = staticmethod(to_host)
+    """Copies what a learner hands over to the host; a run puts its ledger's here."""
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +36,15 @@ class RolloutBuffer:
     """
 
     def __init__(
-        self, spec: EnvSpec, horizon: int, extras: tuple[str, ...], device: torch.device
+        self,
+        spec: EnvSpec,
+        horizon: int,
+        extras: tuple[str, ...],
+        device: torch.device,
+        send: Callable[[np.ndarray], Tensor] | None = None,
     ) -> None:
+        """`send` copies an array to the device; on the CPU it may be a view."""
+        self._send = send or (lambda array: torch.from_numpy(array).to(device))
         rows = (horizon, spec.num_envs)
         self._obs = np.zeros((horizon + 1, spec.num_envs, *spec.obs_shape), spec.obs_dtype)
         self._action = np.zeros((*rows, *spec.action.shape), spec.action.dtype)
@@ -45,7 +53,7 @@ class RolloutBuffer:
         self._ended = np.zeros(rows, bool)
         self._valid = np.zeros(rows, bool)
         self._extras = {name: torch.zeros(rows, device=device) for name in extras}
-        self.horizon, self._device = horizon, device
+        self.horizon = horizon
         self._cursor = [0] * spec.num_envs
         self._num_rows = 0
 
@@ -92,16 +100,13 @@ class RolloutBuffer:
         self._cursor = [0] * len(self._cursor)
         self._num_rows = 0
 
-        def tensor(host: np.ndarray) -> Tensor:
-            return torch.from_numpy(host).to(self._device)
-
         return Rollout(
-            obs=tensor(self._obs),
-            action=tensor(self._action),
-            reward=tensor(self._reward),
-            discount=tensor(self._discount),
-            ended=tensor(self._ended),
-            valid=tensor(self._valid),
+            obs=self._send(self._obs),
+            action=self._send(self._action),
+            reward=self._send(self._reward),
+            discount=self._send(self._discount),
+            ended=self._send(self._ended),
+            valid=self._send(self._valid),
             extras=self._extras,
             env_steps=int(np.count_nonzero(self._valid)),
         )

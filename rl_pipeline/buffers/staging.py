@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,8 +35,11 @@ class Transfer(Protocol):
 class CudaTransfer:
     """On a stream of its own, so that copies overlap with the learner's kernels."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+    def __init__(
+        self, device: torch.device, sent: Callable[[int, float], None] = lambda nbytes, begin: None
+    ) -> None:
+        """`sent(nbytes, begin)` is told of every copy, `begin` as of perf_counter."""
+        self._device, self._stream, self._sent = device, torch.cuda.Stream(device), sent
 
     def pin(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Page-locked memory."""
@@ -45,7 +49,11 @@ class CudaTransfer:
         """The learner's stream waits for the copies, the host does not."""
         learner = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            copies = [x.to(self._device, non_blocking=True) for x in host]
+            copies = []
+            for x in host:
+                begin = time.perf_counter()
+                copies.append(x.to(self._device, non_blocking=True))
+                self._sent(x.nbytes, begin)
             done = torch.cuda.Event()
             done.record(self._stream)
         learner.wait_event(done)

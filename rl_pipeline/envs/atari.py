@@ -1,7 +1,8 @@
 """The standard Atari preprocessing on Gymnasium's emulator, frame for frame that of EnvPool.
 
-The rules are those of EnvPool's `atari_env.h` to the letter; `tests/test_envs.py` steps both with
-the same actions and compares every pixel.
+The rules are those of EnvPool's `atari_env.h` to the letter, but for an end in exactly the step of
+the time limit: it is a termination too, as envpool.py reads from the infos. `tests/test_envs.py`
+steps both with the same actions and compares every pixel.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class AtariEnv(gym.Wrapper):
         life_lost = self._atari.episodic_life and 0 < lives < self._lives
         self._lives, self._game_over = lives, over
         self.game_ended = over or truncated
-        return self._stack, reward, (over or life_lost) and not truncated, truncated, self._info()
+        return self._stack, reward, over or life_lost, truncated, self._info()
 
     def _info(self) -> dict[str, Any]:
         return {"game_ended": self.game_ended} if self._informs else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -25,6 +26,10 @@ def env_seeds(seed: int, num_envs: int) -> list[int]:
 # library gave them, and where a full game ended: None is at every end; in a reset row it is a game
 # that ended unseen before it.
 RawStep = tuple[Any, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
+
+
+LARGE = 2.0**20
+"""Observations beyond this are warned of: float32 resolves them to 1/8 or worse."""
 
 
 class BaseVecEnv(ABC):
@@ -53,8 +58,10 @@ class BaseVecEnv(ABC):
         metadata: Mapping[str, Any],
         max_episode_steps: int | None,
         reuses_obs: bool,
+        wide_obs: bool,
     ):
-        """Spaces are those of one environment; `reuses_obs`: the library overwrites its arrays."""
+        """Spaces are those of one environment; `reuses_obs`: the library keeps its arrays;
+        `wide_obs`: observations in float64 stay so, else they become float32."""
         task = env.envpool_id if backend == "envpool" else env.id
         self._name = f"env={env.name} ({task}, backend={backend})"
         mode = metadata.get("autoreset_mode")
@@ -63,17 +70,22 @@ class BaseVecEnv(ABC):
                 f"{self._name} resets in mode {getattr(mode, 'name', mode)}; only NEXT_STEP is "
                 "understood, where the step after an end resets"
             )
-        self._flatten = Flattener(observation_space, self._name) if env.flatten_obs else None
-        if self._flatten is not None:
-            observation_space = spaces.Box(-np.inf, np.inf, (self._flatten.size,), np.float32)
+        self._flatten = None
+        if env.flatten_obs:
+            flat = np.float64 if wide_obs else np.float32
+            self._flatten = Flattener(observation_space, self._name, flat)
+            observation_space = spaces.Box(-np.inf, np.inf, (self._flatten.size,), flat)
         if not isinstance(observation_space, spaces.Box):
             raise ValueError(
                 f"{self._name} observes a {type(observation_space).__name__} space; only Box is "
                 "supported: set env.flatten_obs=true to observe its parts as one vector"
             )
         dtype = observation_space.dtype
-        self._obs_dtype = np.dtype(np.float32) if dtype == np.float64 else np.dtype(dtype)
+        narrowed = dtype == np.float64 and not wide_obs
+        self._obs_dtype = np.dtype(np.float32) if narrowed else np.dtype(dtype)
         self._float_obs = self._obs_dtype.kind == "f"
+        # Networks compute in float32: only a normaliser can make use of more.
+        self._watches_size = not wide_obs and self._obs_dtype.itemsize >= 4
         action, self._first_action = read_actions(action_space, self._name)
         self._bounds = None
         if isinstance(action_space, spaces.Box):  # in the library's dtype: ours may round outwards
@@ -81,7 +93,8 @@ class BaseVecEnv(ABC):
         self._counts: Any = 2  # choices in each place of a discrete action
         if isinstance(action, Discrete | MultiDiscrete):
             self._counts = np.array(action.num_actions)
-        self._legal = frozenset(range(self._counts)) if isinstance(action, Discrete) else None
+        few = isinstance(action, Discrete) and action.num_actions <= 4096
+        self._legal = frozenset(range(self._counts)) if few else None
         self._action_shape = (num_envs, *action.shape)
         self._action_dtype = np.dtype(action_space.dtype)
         self._starts_at_zero = not np.any(self._first_action)
@@ -95,6 +108,7 @@ class BaseVecEnv(ABC):
             action=action,
             frame_skip=env.atari.frame_skip if env.atari else 1,
             max_episode_steps=max_episode_steps,
+            obs_bounds=(observation_space.low.copy(), observation_space.high.copy()),
         )
         self._clip_reward = env.atari is not None and env.atari.clip_reward
         self._env_ids = np.arange(num_envs, dtype=np.int32)
@@ -124,6 +138,8 @@ class BaseVecEnv(ABC):
             raise ValueError(f"{self._name} observed shape {obs.shape}, its space says {expected}")
         if self._float_obs and not math.isfinite(np.add.reduce(obs, axis=None)):
             self._refuse_nonfinite("observation", obs)
+        if self._watches_size:
+            self._warn_of_size(obs)
         self._start_accounts()
         self._ready = True
         return obs
@@ -159,6 +175,8 @@ class BaseVecEnv(ABC):
         obs, given, terminated, truncated, game_ended = self._recv()
         self._num_steps += 1
         obs = self._own(obs)
+        if self._reuses_obs:
+            terminated, truncated = terminated.astype(bool), truncated.astype(bool)
         raw_reward = given.astype(np.float32)
         # A sum is finite where its terms are (where only the sum overflows, nothing is refused).
         total = raw_reward.dot(self._ones_reward)
@@ -168,6 +186,8 @@ class BaseVecEnv(ABC):
         if not math.isfinite(total):
             self._refuse_nonfinite("reward", raw_reward)
             self._refuse_nonfinite("observation", obs)
+        if self._watches_size and (not self._float_obs or abs(total) > LARGE):
+            self._warn_of_size(obs)
         # The call after an end only reset: its action was ignored and its reward is 0.
         valid = ~self._ended
         self._return_raw += given
@@ -253,7 +273,10 @@ class BaseVecEnv(ABC):
         return obs.astype(self._obs_dtype, copy=self._reuses_obs)
 
     def _checked(self, action: np.ndarray) -> np.ndarray:
-        """The action in the library's dtype; a wrong one would step silently, or abort EnvPool."""
+        """A copy of the action in the library's dtype: an environment may write into its own.
+
+        A wrong one would step silently, or abort EnvPool.
+        """
         action = np.asarray(action)
         if action.shape != self._action_shape:
             raise ValueError(
@@ -263,7 +286,7 @@ class BaseVecEnv(ABC):
             if action.dtype.kind not in "iu" or not self._in_range(action):
                 self._refuse_discrete(action)
             if self._starts_at_zero:
-                return action.astype(self._action_dtype, copy=False)
+                return action.astype(self._action_dtype)
             return (action + self._first_action).astype(self._action_dtype)
         if action.dtype.kind not in "fiu":
             raise ValueError(f"{self._name}: action has dtype {action.dtype}, floats are meant")
@@ -289,6 +312,23 @@ class BaseVecEnv(ABC):
         raise ValueError(
             f"{self._name}: action of environment {env} is {action[env]} ({action.dtype}), "
             f"an integer from 0 to {self._counts - 1} is meant"
+        )
+
+    def _warn_of_size(self, obs: np.ndarray) -> None:
+        """Say once which observation is so large that float32 loses what changes in it."""
+        if obs.max(initial=0) <= LARGE and obs.min(initial=0) >= -LARGE:
+            return
+        self._watches_size = False
+        env, *place = np.argwhere((obs > LARGE) | (obs < -LARGE))[0].tolist()
+        value = obs[(env, *place)]
+        where = f"dimension {place[0] if len(place) == 1 else place}" if place else "value"
+        if self._flatten is not None:
+            where += f" ({self._flatten.name_of(place[0])})"
+        warnings.warn(
+            f"{self._name}: observation {where} is {value:.9g}; in float32, in which networks "
+            f"compute, changes below {np.spacing(np.float32(abs(value))):.3g} are lost there. Set "
+            "algo.normalize_obs=true (algo=ppo), or subtract its offset in env.wrappers",
+            stacklevel=4,
         )
 
     def _refuse_nonfinite(self, what: str, values: np.ndarray) -> None:

@@ -10,6 +10,8 @@ import re
 _ENVPOOL = {"envpool", "envpool_async"}
 
 # Task ids (a pattern), the backends that differ from all others, and how.
+# A task that never terminates has no such end.
+_TERMINATES = r"(?!ALE/|Pendulum-|HalfCheetah-|HumanoidStandup-|Swimmer-|Reacher-|Pusher-).*"
 KNOWN: tuple[tuple[str, set[str], str], ...] = (
     (r"ALE/.*", _ENVPOOL, "EnvPool 1.2 carries ALE 0.11.2, the others run the installed ale-py"),
     (
@@ -22,6 +24,12 @@ KNOWN: tuple[tuple[str, set[str], str], ...] = (
         r"CartPole-.*",
         {"gymnasium_native"},
         "one random generator serves all environments of gymnasium_native",
+    ),
+    (
+        _TERMINATES,
+        _ENVPOOL,
+        "an episode that terminates in exactly the step of its time limit counts as truncated on "
+        "EnvPool, which does not tell, so that a learner bootstraps there; elsewhere it terminated",
     ),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,12 @@ class EnvPoolVecEnv(BaseVecEnv):
     EnvPool cannot export its state: `state()` is None.
     """
 
-    def __init__(self, env: EnvSettings, num_envs: int, seed: int, num_threads: int):
+    def __init__(
+        self, env: EnvSettings, num_envs: int, seed: int, num_threads: int, wide_obs: bool = False
+    ) -> None:
         """Raise ValueError for an id, package or constructor argument that does not work here."""
         self._atari = env.kind == "atari"
+        self._episodic_life = env.atari is not None and env.atari.episodic_life
         with warnings.catch_warnings():
             # EnvPool declares its bounds in float64 and its spaces in float32.
             warnings.filterwarnings("ignore", message=".*Box (low|high)'s precision lowered")
@@ -57,6 +61,7 @@ class EnvPoolVecEnv(BaseVecEnv):
                 metadata=self._pool.metadata,
                 max_episode_steps=limit if 0 < limit < _NO_LIMIT else None,
                 reuses_obs=False,
+                wide_obs=wide_obs,
             )
         # EnvPool's Python layer around these two calls costs 20 microseconds a step. `_send` does
         # not copy the actions: it is given an array that nobody else has.
@@ -82,7 +87,7 @@ class EnvPoolVecEnv(BaseVecEnv):
         return obs
 
     def _send(self, action: np.ndarray) -> None:
-        self._sent_action = np.array(action, order="C")
+        self._sent_action = np.ascontiguousarray(action)  # EnvPool reads it while it steps
         self._pool_send([self._pool_ids, self._pool_ids, self._sent_action])
 
     def _recv(self) -> RawStep:
@@ -97,6 +102,10 @@ class EnvPoolVecEnv(BaseVecEnv):
         lives, raw_reward, game_over = rest[:3]
         # A game can also end in the no-ops after a life: only the new lives tell.
         unseen = self._ended & (lives > self._lives) & (self._started <= self._num_steps)
+        # An end in exactly the limit's step is a truncation to EnvPool: the infos tell of it.
+        terminated |= game_over != 0
+        if self._episodic_life:
+            terminated |= truncated & (lives > 0) & (lives < self._lives)
         self._lives = lives
         return obs, raw_reward, terminated, truncated, (game_over != 0) | truncated | unseen
 
@@ -143,7 +152,7 @@ def _make(env: EnvSettings, num_envs: int, seed: int, num_threads: int) -> Any:
                     f"{', '.join(sorted(accepted))}"
                 )
     try:
-        return envpool.make(task, env_type="gymnasium", **arguments, **env.kwargs)
+        return envpool.make(task, env_type="gymnasium", **arguments, **deepcopy(env.kwargs))
     except ImportError as error:  # a system library: Procgen wants Qt
         raise ValueError(f"EnvPool's {task} does not start here: {error}") from error
     except TypeError as error:

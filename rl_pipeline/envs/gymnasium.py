@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import pickle
 import sys
+from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -14,123 +15,212 @@ import numpy as np
 from gymnasium.utils import EzPickle
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from rl_pipeline.envs import randomness, snapshot
 from rl_pipeline.envs.base import BaseVecEnv, RawStep, env_seeds
 from rl_pipeline.settings import EnvSettings, WrapperSettings
+from rl_pipeline.types import Continuous, StateError
 
 
 class GymnasiumVecEnv(BaseVecEnv):
     """Any Gymnasium id, also `package.module:Id`, stepped in a loop in this process.
 
-    `state()` continues exactly for environments that pickle with their state (classic control,
-    plain Python ones).
+    `state()` continues exactly for environments that are plain Python objects, numbers and arrays
+    (classic control, plain Python ones), with the random generators of the process.
     """
 
-    def __init__(self, env: EnvSettings, num_envs: int, seed: int):
+    def __init__(self, env: EnvSettings, num_envs: int, seed: int, wide_obs: bool = False) -> None:
         """Raise ValueError for an id, package or constructor argument that does not work here."""
         self._atari = env.kind == "atari"
-        self._seeds: list[int | None] | None = [*env_seeds(seed, num_envs)]
-        make = partial(make_env, env)
-        self._vec = SyncVectorEnv(
-            [make] * num_envs, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP
-        )
-        # Gymnasium's own step also gathers infos, which nobody reads.
-        self._loop = isinstance(self._vec.single_observation_space, gym.spaces.Box)
-        first: Any = self._vec.envs[0]
-        limit = first.spec.max_episode_steps if first.spec else None
-        super().__init__(
-            env,
-            backend="gymnasium",
-            num_envs=num_envs,
-            observation_space=self._vec.single_observation_space,
-            action_space=self._vec.single_action_space,
-            metadata=self._vec.metadata,
-            max_episode_steps=first.max_episode_steps if self._atari else limit,
-            reuses_obs=not self._loop,
-        )
+        self._make_one = partial(make_env, env)
+        seeds = env_seeds(seed, num_envs)
+        self._seeds: list[int | None] | None = [*seeds]
+        # An evaluation leaves the process's generators as training had them.
+        self._outside = randomness.capture()
+        try:
+            randomness.seed_process(seeds[0])
+            # Only its constructor is used: it checks that all environments have the same spaces.
+            self._vec = SyncVectorEnv(
+                [self._make_one] * num_envs, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP
+            )
+            for made, its_seed in zip(self._vec.envs, seeds, strict=True):
+                randomness.seed_spaces(made, its_seed)
+            first: Any = self._vec.envs[0]
+            limit = first.spec.max_episode_steps if first.spec else None
+            super().__init__(
+                env,
+                backend="gymnasium",
+                num_envs=num_envs,
+                observation_space=self._vec.single_observation_space,
+                action_space=self._vec.single_action_space,
+                metadata=self._vec.metadata,
+                max_episode_steps=first.max_episode_steps if self._atari else limit,
+                reuses_obs=False,
+                wide_obs=wide_obs,
+            )
+        except BaseException:
+            randomness.restore(self._outside)
+            raise
+        self._resets_next = [False] * num_envs
+        # A number as an action stays an array where the space is a box.
+        box = isinstance(self.spec.action, Continuous) and not self.spec.action.shape
+        self._rest: Any = (...,) if box else ()
+        self._comes_back: bool | None = None
 
     def state(self) -> bytes | None:
-        """Everything needed to continue exactly, or None where an environment does not pickle."""
-        # EzPickle brings an environment back as constructed, not as it was.
-        if any(isinstance(layer, EzPickle) for env in self._vec.envs for layer in _layers(env)):
+        """Everything needed to continue exactly, or None where an environment is more than data."""
+        every = [layer for env in self._vec.envs for layer in randomness.layers(env)]
+        # EzPickle says that an environment is more than its attributes.
+        if self._comes_back is False or any(isinstance(layer, EzPickle) for layer in every):
             return None
+        parts = {
+            "envs": _whole(self._vec.envs),
+            "resets_next": self._resets_next,
+            "obs": self._obs,
+            "seeds": self._seeds,
+            "accounts": self._accounts(),
+            "process": randomness.capture(),
+        }
         try:
-            return pickle.dumps(
-                {
-                    "envs": self._vec.envs,
-                    "resets_next": self._vec._autoreset_envs,
-                    "obs": self._vec._observations,
-                    "seeds": self._seeds,
-                    "accounts": self._accounts(),
-                }
-            )
-        except Exception:  # whatever a user's object raises: it does not pickle
+            state = snapshot.save(parts, num_envs=self.spec.num_envs)
+            if self._comes_back is None:
+                self._comes_back = self._tried_out()
+        except snapshot.SnapshotError:
             return None
+        return state if self._comes_back else None
+
+    def _tried_out(self) -> bool:
+        """A fresh environment that is given the state of the first one has it: tried once."""
+        saved = snapshot.save(_whole(self._vec.envs[:1]))
+        with randomness.preserved():
+            fresh = self._make_one()
+            randomness.seed_spaces(fresh, 0)
+            try:
+                _, apply = snapshot.read(snapshot.parse(saved), _whole([fresh]))
+                apply()
+                return snapshot.save(_whole([fresh])) == saved
+            finally:
+                fresh.close()
 
     def load_state(self, state: bytes) -> np.ndarray:
-        """Continue from `state`; returns the current obs [N, *obs_shape]."""
-        saved = pickle.loads(state)
-        if len(saved["envs"]) != self.spec.num_envs:
-            raise ValueError(
-                f"{self._name}: the saved state has {len(saved['envs'])} environments, "
-                f"backend.num_envs={self.spec.num_envs}"
-            )
-        for env in self._vec.envs:
-            env.close()
-        self._vec.envs = saved["envs"]
-        self._vec._autoreset_envs = saved["resets_next"]
-        self._vec._observations = saved["obs"]
+        """Continue from `state`; returns the current obs [N, *obs_shape].
+
+        Raises StateError, with nothing changed and nothing executed, for what is no state of these
+        environments.
+        """
+        try:
+            parsed = snapshot.parse(state)
+            if parsed.get("num_envs") != self.spec.num_envs:
+                raise ValueError(
+                    f"{self._name}: the saved state has {parsed.get('num_envs')} environments, "
+                    f"backend.num_envs={self.spec.num_envs}"
+                )
+            saved, apply = snapshot.read(parsed, {"envs": _whole(self._vec.envs)})
+            self._check_saved(saved)
+            randomness.restore(saved["process"])
+        except snapshot.SnapshotError as error:
+            raise StateError(f"{self._name}: its saved state is not used: {error}") from error
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise StateError(
+                f"{self._name}: its saved state is damaged ({type(error).__name__}: {error})"
+            ) from error
+        apply()
+        self._resets_next, self._obs = saved["resets_next"], saved["obs"]
         self._seeds = saved["seeds"]
         vars(self).update(saved["accounts"])
-        return self._own(self._vec._observations)
+        return self._obs
 
-    def _reset(self) -> np.ndarray:
+    def _check_saved(self, saved: Any) -> None:
+        """Raise SnapshotError where the part of a state that is ours has another form."""
+        num_envs = self.spec.num_envs
+        shape, seeds = (num_envs, *self.spec.obs_shape), saved["seeds"]
+        wrong = [
+            name for name, value in self._accounts().items()
+            if _form(saved["accounts"].get(name)) != _form(value)
+        ]  # fmt: skip
+        if len(saved["accounts"]) != len(self._accounts()):
+            wrong.append("accounts")
+        if [type(x) for x in saved["resets_next"]] != [bool] * num_envs:
+            wrong.append("resets_next")
+        if _form(saved["obs"]) != (shape, self._obs_dtype):
+            wrong.append("obs")
+        if seeds is not None and [type(x) for x in seeds] != [int] * num_envs:
+            wrong.append("seeds")
+        if wrong:
+            raise snapshot.SnapshotError(f"{', '.join(wrong)} cannot be what was saved")
+
+    def _reset(self) -> Any:
         # Seeded once: later resets go on with the environments' own generators.
         seeds, self._seeds = self._seeds, None
-        if self._loop:  # it writes where it wrote before, and that was given away
-            self._vec._observations = np.empty_like(self._vec._observations)
         options = {"new_game": True} if self._atari else None
-        return self._vec.reset(seed=seeds, options=options)[0]
+        rows = self._new_rows()
+        for i, env in enumerate(self._vec.envs):
+            seed = None if seeds is None else seeds[i]
+            self._put(rows, i, env.reset(seed=seed, options=options)[0])
+        self._resets_next = [False] * len(self._vec.envs)
+        return self._joined(rows)
+
+    # What an environment returns is copied before another one steps: they may share an array.
+
+    def _new_rows(self) -> Any:
+        space = self._vec.single_observation_space
+        if self._flatten is not None:
+            return []
+        return np.empty((self.spec.num_envs, *self.spec.obs_shape), space.dtype)
+
+    def _put(self, rows: Any, i: int, obs: Any) -> None:
+        if self._flatten is not None:
+            rows.append(self._flatten.parts(obs))
+            return
+        if np.shape(obs) != self.spec.obs_shape:
+            raise ValueError(
+                f"{self._name}: environment {i} observed shape {np.shape(obs)}, its space says "
+                f"{self.spec.obs_shape}"
+            )
+        np.copyto(rows[i, ...], obs)  # refuses another kind of number
+
+    def _joined(self, rows: Any) -> Any:
+        return rows if self._flatten is None else [np.stack(x) for x in zip(*rows, strict=True)]
+
+    def _own(self, obs: Any) -> np.ndarray:
+        self._obs = super()._own(obs)
+        return self._obs
 
     def _send(self, action: np.ndarray) -> None:
         self._action = action
 
     def _recv(self) -> RawStep:
-        step: Any = self._step_each if self._loop else self._vec.step
-        obs, reward, terminated, truncated, *_ = step(self._action)
-        game_ended = None
-        if self._atari:
-            games: list[Any] = self._vec.envs
-            game_ended = np.array([game.game_ended for game in games])
-        return obs, reward, terminated, truncated, game_ended
-
-    def _step_each(self, action: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
-        """`SyncVectorEnv.step` in mode NEXT_STEP, without infos, into arrays of their own."""
-        num_envs = len(self._vec.envs)
+        """`SyncVectorEnv.step` in mode NEXT_STEP, without infos, which nobody reads."""
+        envs: list[Any] = self._vec.envs
+        num_envs, rest, action = len(envs), self._rest, self._action
         reward = np.zeros(num_envs)
         terminated, truncated = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
-        observations: list[Any] = []
-        resets: list[bool] = self._vec._autoreset_envs.tolist()
-        for i, env in enumerate(self._vec.envs):
-            if resets[i]:
-                observations.append(env.reset()[0])
+        rows = self._new_rows()
+        for i, env in enumerate(envs):
+            if self._resets_next[i]:
+                self._put(rows, i, env.reset()[0])
             else:
-                obs, reward[i], terminated[i], truncated[i], _ = env.step(action[i])
-                observations.append(obs)
-        self._vec._autoreset_envs = terminated | truncated
-        # Refuses what is not of the space's shape and kind, as Gymnasium's step does.
-        obs = np.stack(observations, out=np.empty_like(self._vec._observations))
-        self._vec._observations = obs
-        return obs, reward, terminated, truncated
+                obs, reward[i], terminated[i], truncated[i], _ = env.step(action[(i, *rest)])
+                self._put(rows, i, obs)
+        self._resets_next = (terminated | truncated).tolist()
+        game_ended = np.array([game.game_ended for game in envs]) if self._atari else None
+        return self._joined(rows), reward, terminated, truncated, game_ended
 
     def _close(self) -> None:
-        self._vec.close()
+        try:
+            self._vec.close()
+        finally:
+            randomness.restore(self._outside)
 
 
-def _layers(env: gym.Env) -> list[gym.Env]:
-    layers = [env]
-    while isinstance(layers[-1], gym.Wrapper):
-        layers.append(layers[-1].env)
-    return layers
+def _form(value: Any) -> Any:
+    """What must agree between a saved value and ours."""
+    return (value.shape, value.dtype) if isinstance(value, np.ndarray) else type(value)
+
+
+def _whole(envs: Sequence[gym.Env]) -> list[Any]:
+    """Environments with their spaces, which may belong to the class, and whose `sample` draws."""
+    layers = [layer for env in envs for layer in randomness.layers(env)]
+    return [list(envs), [[layer.action_space, layer.observation_space] for layer in layers]]
 
 
 def _make(env: EnvSettings, **fixed) -> gym.Env:
@@ -140,7 +230,9 @@ def _make(env: EnvSettings, **fixed) -> gym.Env:
     limit = {} if env.max_episode_steps is None else {"max_episode_steps": env.max_episode_steps}
     try:
         # Our own checks replace the passive checker's.
-        made = gym.make(env.id, disable_env_checker=True, **limit, **{**fixed, **env.kwargs})
+        made = gym.make(
+            env.id, disable_env_checker=True, **limit, **{**fixed, **deepcopy(env.kwargs)}
+        )
     except gym.error.DependencyNotInstalled as error:
         raise ValueError(
             f"env.id={env.id} needs a package that is not installed: {error}"
@@ -175,7 +267,7 @@ def _wrapped(env: gym.Env, wrapper: WrapperSettings) -> gym.Env:
         hint = f"; near matches: {', '.join(near)}" if near else ""
         raise ValueError(f"env.wrappers: {module} has no {name}{hint}") from error
     try:
-        made = kind(env, **wrapper.kwargs)
+        made = kind(env, **deepcopy(wrapper.kwargs))
     except (TypeError, ValueError, AssertionError) as error:
         raise ValueError(
             f"env.wrappers: {wrapper.name} does not take this environment with "

@@ -15,6 +15,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState, _async_worker
 
+from rl_pipeline.envs import randomness
 from rl_pipeline.envs.base import BaseVecEnv, RawStep, env_seeds
 from rl_pipeline.envs.gymnasium import make_env
 from rl_pipeline.settings import EnvSettings
@@ -53,6 +54,8 @@ class _Telling(gym.Wrapper):
         return obs, _read(info)
 
     def step(self, action: Any) -> Any:
+        if isinstance(self.env.action_space, gym.spaces.Box):
+            action = np.asarray(action)  # a number, where the box has no dimension
         try:
             *row, info = self.env.step(action)
         except Exception as error:
@@ -68,9 +71,15 @@ def _told(error: Exception) -> WorkerError:
     return WorkerError(f"{type(error).__name__}: {error}")
 
 
-def _make(env: EnvSettings) -> gym.Env:
-    """One environment as a worker makes it: it also informs about games, by `info`."""
-    return _Telling(make_env(env, informs=True))
+def _make(env: EnvSettings, seed: int) -> gym.Env:
+    """One environment as a worker makes it: it also informs about games, by `info`.
+
+    The worker's own random generators follow from the seed; a fork would have the trainer's.
+    """
+    randomness.seed_process(seed)
+    made = _Telling(make_env(env, informs=True))
+    randomness.seed_spaces(made, seed)
+    return made
 
 
 class GymnasiumAsyncVecEnv(BaseVecEnv):
@@ -80,22 +89,31 @@ class GymnasiumAsyncVecEnv(BaseVecEnv):
     WorkerError that names its environment; no process is left behind.
     """
 
-    def __init__(self, env: EnvSettings, num_envs: int, seed: int, step_timeout_s: float):
+    def __init__(
+        self,
+        env: EnvSettings,
+        num_envs: int,
+        seed: int,
+        step_timeout_s: float,
+        wide_obs: bool = False,
+    ) -> None:
         """Raise ValueError for an id, package or constructor argument that does not work here."""
         self._atari = env.kind == "atari"
-        self._seeds: list[int | None] | None = [*env_seeds(seed, num_envs)]
+        seeds = env_seeds(seed, num_envs)
+        self._seeds: list[int | None] | None = [*seeds]
         self._timeout_s = step_timeout_s
-        probe: Any = make_env(env)
-        limit = probe.spec.max_episode_steps if probe.spec else None
-        if self._atari:
-            limit = probe.max_episode_steps
-        probe.close()
-        self._vec = _Workers(
-            [partial(_make, env)] * num_envs,
-            copy=False,
-            worker=_work,
-            autoreset_mode=AutoresetMode.NEXT_STEP,
-        )
+        with randomness.preserved():  # also Gymnasium makes one here, to read its spaces
+            probe: Any = make_env(env)
+            limit = probe.spec.max_episode_steps if probe.spec else None
+            if self._atari:
+                limit = probe.max_episode_steps
+            probe.close()
+            self._vec = _Workers(
+                [partial(_make, env, one) for one in seeds],
+                copy=False,
+                worker=_work,
+                autoreset_mode=AutoresetMode.NEXT_STEP,
+            )
         try:
             super().__init__(
                 env,
@@ -106,6 +124,7 @@ class GymnasiumAsyncVecEnv(BaseVecEnv):
                 metadata=self._vec.metadata,
                 max_episode_steps=limit,
                 reuses_obs=True,
+                wide_obs=wide_obs,
             )
         except ValueError:
             self._vec.close(terminate=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from copy import deepcopy
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
+from rl_pipeline.envs import randomness
 from rl_pipeline.envs.base import BaseVecEnv, RawStep, env_seeds
 from rl_pipeline.settings import EnvSettings
 
@@ -15,12 +17,28 @@ from rl_pipeline.settings import EnvSettings
 class GymnasiumNativeVecEnv(BaseVecEnv):
     """Tasks whose registration names a vector environment of their own."""
 
-    def __init__(self, env: EnvSettings, num_envs: int, seed: int, num_threads: int):
+    def __init__(
+        self, env: EnvSettings, num_envs: int, seed: int, num_threads: int, wide_obs: bool = False
+    ) -> None:
         """Raise ValueError for a task that has none, or arguments that do not fit it."""
         self._atari = env.kind == "atari"
         seeds = env_seeds(seed, num_envs)
         # Only ALE's takes one seed per environment; elsewhere one generator serves all.
         self._seed: Any = np.array(seeds) if self._atari else seeds[0]
+        # An evaluation leaves the process's generators as training had them.
+        self._outside = randomness.capture()
+        randomness.seed_process(seeds[0])
+        try:
+            self._start(env, num_envs, num_threads, wide_obs)
+        except BaseException:
+            randomness.restore(self._outside)
+            raise
+        for space in (self._vec.action_space, self._vec.single_action_space):
+            space.seed(seeds[0])
+        # CartPole's own check of actions, which ours has made already, is a tenth of its step.
+        self._vec.action_space.contains = lambda action: True
+
+    def _start(self, env: EnvSettings, num_envs: int, num_threads: int, wide_obs: bool) -> None:
         self._vec = _make(env, num_envs, num_threads)
         if env.atari is not None and env.atari.episodic_life:
             _refuse_lives(env, self._vec)
@@ -34,9 +52,8 @@ class GymnasiumNativeVecEnv(BaseVecEnv):
             metadata=self._vec.metadata,
             max_episode_steps=_atari_limit(env) if self._atari else limit,
             reuses_obs=True,
+            wide_obs=wide_obs,
         )
-        # CartPole's own check of actions, which ours has made already, is a tenth of its step.
-        self._vec.action_space.contains = lambda action: True
 
     def _reset(self) -> np.ndarray:
         seed, self._seed = self._seed, None
@@ -50,7 +67,10 @@ class GymnasiumNativeVecEnv(BaseVecEnv):
         return obs, reward, terminated, truncated, None
 
     def _close(self) -> None:
-        self._vec.close()
+        try:
+            self._vec.close()
+        finally:
+            randomness.restore(self._outside)
 
 
 def _refuse_lives(env: EnvSettings, vec: Any) -> None:
@@ -99,9 +119,14 @@ def _make(env: EnvSettings, num_envs: int, num_threads: int) -> Any:
         arguments = _atari_arguments(env, num_threads)
     if clash := arguments.keys() & env.kwargs.keys():
         raise ValueError(f"env.kwargs cannot set {', '.join(sorted(clash))}; use env.* for it")
+    kwargs = deepcopy(env.kwargs)
     try:
         return gym.make_vec(
-            spec, num_envs, vectorization_mode="vector_entry_point", **arguments, **env.kwargs
+            spec,
+            num_envs,
+            vectorization_mode="vector_entry_point",
+            **arguments,
+            **kwargs,
         )
     except TypeError as error:
         raise ValueError(

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rl_pipeline.settings import EnvSettings
-from rl_pipeline.types import ActionSpace, Continuous, MultiBinary, VecEnv
+from rl_pipeline.types import ActionSpace, Continuous, MultiBinary, Step, VecEnv
 
 Make = Callable[[EnvSettings, int, int], VecEnv]
 """(task, number of environments, seed) -> environments of one backend."""
 
 SHORT_LIMIT = 5
 """Time limit under which its unit is measured."""
+MAX_FALL = 3_000
+"""Steps in which a first termination is waited for."""
 NUM_FRAMES = 300
 """Steps whose every pixel is compared."""
 
@@ -32,6 +34,9 @@ class Sample:
     """Agent steps of full games."""
     returns: np.ndarray
     """Their raw scores."""
+    at_limit: str = ""
+    """How an episode ends that terminates in exactly the step of its time limit; "" where none
+    terminated. No verdict is based on it: `differences.py` names where backends differ."""
 
 
 @dataclass
@@ -67,7 +72,8 @@ def sample(make: Make, env: EnvSettings, games: int, starts: int, num_envs: int 
         fixed = env.atari.model_copy(update={"noop_max": 1})
         facts["frames"] = _frames(make(env.model_copy(update={"atari": fixed}), 1, 3))
     one = env.model_copy(update={"max_episode_steps": 1})
-    return Sample(facts, _starts(make(one, num_envs, 4), -(-starts // num_envs)), lengths, returns)
+    first = _starts(make(one, num_envs, 4), -(-starts // num_envs))
+    return Sample(facts, first, lengths, returns, _at_limit(make, env, num_envs))
 
 
 def compare(reference: Sample, other: Sample) -> Verdict:
@@ -131,6 +137,29 @@ def _limit_unit(envs: VecEnv) -> str:
         count, over = count + 1, bool(step.truncated.any())
     envs.close()
     return "agent steps" if count == SHORT_LIMIT else f"{count / SHORT_LIMIT:g} agent steps"
+
+
+def _at_limit(make: Make, env: EnvSettings, num_envs: int) -> str:
+    """Plays to the first termination, then the same again under a time limit of that many steps."""
+
+    def play(task: EnvSettings, num_steps: int) -> tuple[int, Step]:
+        envs, rng = make(task, num_envs, 5), np.random.default_rng(0)
+        envs.reset()
+        taken, over = 0, False
+        while not over and taken < num_steps:
+            step = envs.step(random_actions(envs.spec.action, num_envs, rng))
+            taken, over = taken + 1, bool((step.terminated | step.truncated).any())
+        envs.close()
+        return taken, step
+
+    num_steps, step = play(env, MAX_FALL)
+    if not step.terminated.any():
+        return ""
+    place = int(step.terminated.argmax())
+    at, again = play(env.model_copy(update={"max_episode_steps": num_steps}), num_steps)
+    if at != num_steps or not again.truncated[place]:
+        return "not seen again"
+    return "terminated" if again.terminated[place] else "truncated only"
 
 
 def _frames(envs: VecEnv) -> str:

@@ -33,14 +33,15 @@ def read_actions(space: Space, name: str) -> tuple[ActionSpace, Any]:
 
 
 class Flattener:
-    """Observations of a nested space as vectors float32 [N, size], for all environments at once.
+    """Observations of a nested space as vectors [N, size], for all environments at once.
 
     The parts follow each other as in `gymnasium.spaces.flatten`: boxes and bits as they are,
     Discrete and MultiDiscrete one-hot.
     """
 
-    def __init__(self, space: Space, name: str) -> None:
+    def __init__(self, space: Space, name: str, dtype: Any = np.float32) -> None:
         """Raise ValueError naming the part whose kind is not supported."""
+        self._dtype = dtype
         self._leaves = list(_leaves(space))
         for path, leaf in self._leaves:
             if not isinstance(
@@ -58,11 +59,20 @@ class Flattener:
         self._columns = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.size = ends[-1]
 
+    def name_of(self, column: int) -> str:
+        """The path of the part that a place in the vector belongs to."""
+        found = next(i for i, place in enumerate(self._columns) if column < place.stop)
+        return ".".join(map(str, self.paths[found])) or "its only part"
+
+    def parts(self, obs: Any) -> list[np.ndarray]:
+        """The parts of one environment's observation, in order, copied."""
+        return [np.array(_at(obs, path)) for path in self.paths]
+
     def __call__(self, obs: Any) -> np.ndarray:
         """obs: nested dicts and tuples of [N, ...], or a list of the parts in order."""
         parts = obs if isinstance(obs, list) else [_at(obs, path) for path in self.paths]
         num_envs = len(parts[0])
-        flat = np.zeros((num_envs, self.size), np.float32)
+        flat = np.zeros((num_envs, self.size), self._dtype)
         for (_, leaf), part, columns in zip(self._leaves, parts, self._columns, strict=True):
             values = part.reshape(num_envs, -1)
             if isinstance(leaf, spaces.Discrete):

@@ -14,6 +14,7 @@ from rl_pipeline.phases import NullPhases, Phases
 from rl_pipeline.policies import EpsilonGreedy, numpy_forward
 from rl_pipeline.runtime import Runtime, stream_seed
 from rl_pipeline.settings import DQNSettings, NetworkSettings
+from rl_pipeline.telemetry.window import Window
 from rl_pipeline.types import Batch, Discrete, EnvSpec, Metrics
 
 
@@ -56,7 +57,7 @@ class DQN:
             frozen=[self.target],
         )  # fmt: skip
         self._updates = 0
-        self._last: tuple[tuple[Tensor, ...], float] | None = None
+        self._window = Window()
 
     # -- acting ---------------------------------------------------------------------------------
 
@@ -101,8 +102,16 @@ class DQN:
         self._updates += 1
         if self._updates % cfg.target_every == 0:
             self._move_target()
+        loss, q, norm = scalars
         # Nothing is read back until the log tick.
-        self._last = tuple(scalars), rate
+        self._window.add(
+            {
+                "loss/total": loss[0],
+                "loss/q": q[0],
+                "loss/grad_norm": norm[0],
+                "loss/learning_rate": rate,
+            }
+        )
         return priority[0]
 
     def _tensors(self, batch: Batch) -> list[Tensor]:
@@ -111,7 +120,7 @@ class DQN:
         if batch.obs.device.type == self._device.type:
             return tensors
         with self._phases("h2d"):
-            return [x.to(self._device) for x in tensors]
+            return [self._runtime.transfers.to_device(x.numpy()) for x in tensors]
 
     def _move_target(self) -> None:
         if self._cfg.tau == 1:
@@ -136,14 +145,10 @@ class DQN:
         return terms.loss, terms.priority, terms.loss.detach(), terms.q.mean()
 
     def metrics(self, progress: float) -> Metrics:
-        """Of the last update, none before the first; and the exploration now."""
-        metrics: dict[str, Tensor | float] = {"explore/epsilon": self._explore.epsilon(progress)}
-        if self._last is not None:
-            (loss, q, norm), rate = self._last
-            metrics |= {
-                "loss/total": loss, "loss/q": q, "loss/grad_norm": norm,
-                "loss/learning_rate": rate, "skipped_updates": float(self._step.skipped()),
-            }  # fmt: skip
+        """Means over the updates since the last call, and the exploration now."""
+        metrics = {"explore/epsilon": self._explore.epsilon(progress), **self._window.read()}
+        if self._updates:
+            metrics["skipped_updates"] = float(self._step.skipped())
         return metrics
 
     # -- state ----------------------------------------------------------------------------------

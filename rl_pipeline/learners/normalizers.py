@@ -48,7 +48,12 @@ class ObsNormalizer:
     """(obs - mean) / std, clipped to +-10.
 
     The statistics move only in `update`, between gradient updates: acting and learning on one
-    rollout see the same ones, so that the first importance ratio is exactly 1.
+    rollout see the same ones, so that the first importance ratio is exactly 1. The sources move
+    them at every step. The true last observation of an episode never enters them, as in
+    Stable-Baselines3's VecNormalize; CleanRL's wrapper takes it in. Measured under a random policy,
+    that shifts a mean by at most 0.02 standard deviations and a standard deviation by at most 1 %
+    on HalfCheetah, Acrobot and MountainCar, but 0.09 and 8 % on Hopper, and up to 20 % in one
+    dimension of BipedalWalker, whose episodes end in unusual places.
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
@@ -56,7 +61,7 @@ class ObsNormalizer:
         self._refresh()
 
     def _refresh(self) -> None:
-        self._mean = self.moments.mean.float()
+        self._mean = self.moments.mean.clone()
         self._scale = (self.moments.variance + 1e-8).rsqrt().float()
 
     @property
@@ -67,7 +72,8 @@ class ObsNormalizer:
     @staticmethod
     def apply(obs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         """obs [B, *shape] -> float32 of the same shape."""
-        return ((obs - mean) * scale).clamp(-CLIP, CLIP)
+        # The mean is in float64, and so is the difference: 1.7e9 + 1 is 1.7e9 in float32.
+        return ((obs - mean).float() * scale).clamp(-CLIP, CLIP)
 
     def __call__(self, obs: Tensor) -> Tensor:
         """`apply` with the statistics of now."""
@@ -114,7 +120,13 @@ class Identity:
 
 
 class RewardNormalizer:
-    """Rewards over the running standard deviation of each environment's discounted return."""
+    """Rewards over the running standard deviation of each environment's discounted return.
+
+    A rollout's own rewards move the deviation before all of them are divided by it; the sources
+    move it at every step, beginning from next to nothing: their first rewards are clipped at 10.
+    Measured under a random policy, the two scales differ by a factor of 2 to 80 on average in the
+    first rollout, by 5 to 15 % in the second (MountainCar 30 %) and by 3 % or less from the tenth.
+    """
 
     def __init__(self, num_envs: int, gamma: float, device: torch.device) -> None:
         self.moments = RunningMoments((), device)

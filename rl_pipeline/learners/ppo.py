@@ -104,15 +104,22 @@ class PPO:
     def update(self, rollout: Rollout, progress: float) -> Metrics:
         """All epochs over one rollout; `progress` in [0, 1] anneals the learning rate.
 
-        Metrics are tensors: reading them is the caller's moment to wait for the device.
+        Metrics are tensors: reading them is the caller's moment to wait for the device. They are
+        means over the minibatches that had a valid row; a rollout without one teaches nothing.
         """
         cfg, attempted, skipped = self._cfg, self._step.attempted, self._step.skipped()
         rate = cfg.learning_rate * (1 - progress if cfg.anneal_lr else 1.0)
+        if not rollout.env_steps:
+            return {"loss/learning_rate": rate, "updates": 0.0, "skipped_updates": 0.0}
         batch, explained_variance = self._prepare(rollout)
         terms: list[Tensor] = []
         norms: list[Tensor] = []
+        counted: list[Tensor] = []
         for _ in range(cfg.num_epochs):
-            epoch, norm = self._step(rate, self._order(len(batch[0])), *batch)
+            order = self._order(len(batch[0]))
+            epoch, norm = self._step(rate, order, *batch)
+            # 1 for minibatches with a valid row, 0 for others.
+            counted.append((batch[-1] if order is None else batch[-1][order]).amax(-1).view(-1))
             # Nothing is read back until the log tick.
             terms.append(epoch)
             norms.append(norm)
@@ -120,7 +127,9 @@ class PPO:
                 break
         # The statistics move last, so that acting and learning shared one normalisation.
         self._normalize_obs.update(rollout.obs[:-1].flatten(0, 1), rollout.valid.flatten())
-        means = torch.cat(terms).mean(0)
+        said = torch.cat(terms)
+        share = row_weights(torch.cat(counted))
+        means = share @ said
         metrics: dict[str, Tensor | float] = {
             f"loss/{name.removesuffix('_loss')}": mean
             for name, mean in zip(PPOTerms._fields, means.unbind(), strict=True)
@@ -128,7 +137,8 @@ class PPO:
         }
         metrics["loss/total"] = metrics.pop("loss/loss")
         metrics["health/max_abs_log_ratio_first_minibatch"] = terms[0][0, MAX_ABS_LOG_RATIO]
-        metrics["loss/grad_norm"] = torch.cat(norms).mean()
+        metrics["loss/approx_kl_max"] = said[:, APPROX_KL].max()
+        metrics["loss/grad_norm"] = share @ torch.cat(norms)
         metrics["loss/explained_variance"] = explained_variance
         metrics["loss/learning_rate"] = rate
         metrics["skipped_updates"] = float(self._step.skipped() - skipped)
@@ -184,7 +194,9 @@ class PPO:
         target, weight = advantage + value, row_weights(mask)
         spread = torch.dot((target - torch.dot(target, weight)) ** 2, weight)
         residual = torch.dot((target - value) ** 2, weight)
-        return advantage, target, mask, 1 - residual / spread.clamp(min=1e-12)
+        # Targets that do not vary have no variance to explain.
+        explained = 1 - residual / torch.where(spread > 1e-12, spread, torch.nan)
+        return advantage, target, mask, explained
 
     def _loss(
         self,

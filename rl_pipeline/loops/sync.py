@@ -12,6 +12,7 @@ from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.envs.lanes import Lanes
 from rl_pipeline.loops.schedule import Pace
 from rl_pipeline.phases import NullPhases, Phases
+from rl_pipeline.telemetry.window import Window
 from rl_pipeline.types import Metrics, ReplayBuffer, ReplayLearner, RolloutLearner, Step, VecEnv
 
 Hook = Callable[[np.ndarray, Callable[[], Metrics]], bool]
@@ -48,7 +49,7 @@ def run(
 
     `obs` [N, ...] is where the environments stand; the hook runs between rollouts.
     """
-    progress = min(counters.env_steps / total_steps, 1.0)
+    progress, window = min(counters.env_steps / total_steps, 1.0), Window()
     while True:
         obs = collect(envs, buffer, learner, phases, counters, obs)
         with phases("h2d"):
@@ -60,7 +61,8 @@ def run(
         counters.rollouts += 1
         counters.updates += int(metrics["updates"])
         counters.skipped_updates += int(metrics.get("skipped_updates", 0))
-        if after_update(obs, lambda: metrics):  # noqa: B023 - called at once or never
+        window.add(metrics)
+        if after_update(obs, window.read):
             return
 
 

@@ -236,4 +236,13 @@ def _last_step(path: Path) -> int:
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
         os.truncate(path, len(whole))
-    return max((json.loads(line)["step"] for line in whole.splitlines()), default=-1)
+    return max((_step_of(line) for line in whole.splitlines()), default=-1)
+
+
+def _step_of(line: bytes) -> int:
+    """The step of a row; -1 for a line that is none: one damaged line costs only itself."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return -1
+    return step if isinstance(step, int) else -1

@@ -13,8 +13,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from rl_pipeline.redaction import redact
 from rl_pipeline.telemetry import databases, views
-from rl_pipeline.telemetry.redaction import redact
 from rl_pipeline.telemetry.stores import StoreError, check_database, database_of
 from rl_pipeline.telemetry.tail import store_name
 

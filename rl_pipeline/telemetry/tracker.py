@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rl_pipeline import processes
+from rl_pipeline.files import read_json, working_directory, write_json
+from rl_pipeline.redaction import HIDDEN, redact
 from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry.databases import has_run
-from rl_pipeline.telemetry.redaction import HIDDEN, redact
 from rl_pipeline.telemetry.stores import StoreError, database_of, resolve, uri_of
 
 REQUEST_FILE = "tracking.json"
@@ -73,9 +74,9 @@ class Tracker:
         self._run_dir = Path(run_dir).absolute()
         self._process: subprocess.Popen[bytes] | None = None
         self._start_trouble: str | None = None
-        self._request = _request(settings, run_name, tags, params, Path.cwd())
+        self._request = _request(settings, run_name, tags, params, working_directory())
         self._request |= {
-            "store": hint_of(database_of(self._request["uri"]), self._run_dir, Path.cwd()),
+            "store": hint_of(database_of(self._request["uri"]), self._run_dir, working_directory()),
             "parent_run_id": parent_run_id,
             "flush_s": settings.flush_s,
             "drain_s": drain_s,
@@ -347,29 +348,6 @@ def _hint(request: Mapping[str, Any], database: Path) -> object:
 
 
 # -- files of a run's folder ----------------------------------------------------------------------
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; {} if there is none."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def write_json(path: Path, value: dict[str, Any], mode: int = 0o644) -> None:
-    """Replace `path` at once; a reader sees the old or the new text, never half of one."""
-    partial = path.with_name(f"{path.name}.tmp")
-    # One that a killed process left may be readable for others.
-    partial.unlink(missing_ok=True)
-    try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-            json.dump(value, file, indent=1)
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)  # half of one would keep a full disk full
-        raise
 
 
 def _clear(path: Path) -> None:

@@ -25,10 +25,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from rl_pipeline import processes
+from rl_pipeline.files import read_json, write_json
+from rl_pipeline.redaction import redact
 from rl_pipeline.telemetry import orphans, views
 from rl_pipeline.telemetry.databases import ARTIFACTS
 from rl_pipeline.telemetry.final import final_metrics, machine_of
-from rl_pipeline.telemetry.redaction import redact
 from rl_pipeline.telemetry.store import (
     TAG_CHARS,
     Store,
@@ -44,10 +45,10 @@ from rl_pipeline.telemetry.tracker import (
     REQUEST_FILE,
     STATE_FILE,
     kept_uri,
-    read_json,
     trains,
-    write_json,
 )
+
+LOCK_FILE = ".writer.lock"
 
 
 class Shipper:
@@ -321,7 +322,7 @@ class Shipper:
         calls = self._calls_before + (self._store.calls if self._store else 0)
         cpu_s = time.process_time() - (self._state["startup_cpu_s"] or time.process_time())
         self._state |= {"calls": calls, "cpu_s": round(cpu_s, 4)}
-        write_json(self._dir / STATE_FILE, self._state)
+        write_json(self._dir / STATE_FILE, self._state, sync=False)
 
 
 def request_of(run_dir: Path) -> dict[str, Any]:
@@ -428,21 +429,23 @@ def main() -> int:
     if options.run_dir is None or not (options.run_dir / REQUEST_FILE).exists():
         parser.error(f"give a run folder with {REQUEST_FILE} in it")
     run_dir = options.run_dir.absolute()
-    lock = FileLock(run_dir / ".writer.lock")
+    lock = FileLock(run_dir / LOCK_FILE)
     try:
         # The writer of the session before may still drain.
         lock.acquire(timeout=120 if options.follow else 0)
     except Timeout:
         say(f"another process is shipping {run_dir} already")
         return 4
-    with lock:
-        try:
-            shipper = Shipper(run_dir, options.follow)
-        except StoreError as error:
-            say(str(error))
-            return 2
+    try:
+        shipper = Shipper(run_dir, options.follow)
         with told_without_secrets(shipper.uri):
             return shipper.run()
+    except StoreError as error:
+        say(str(error))
+        return 2
+    finally:
+        (run_dir / LOCK_FILE).unlink(missing_ok=True)  # while it is held: nobody takes it for free
+        lock.release()
 
 
 if __name__ == "__main__":
