@@ -541,7 +541,8 @@ LAYERS = [
 LEAVES = {"telemetry", "checkpoint", "evaluate"}
 FRAME = {
     "cli", "compare", "comparison", "config", "doctor", "figures", "findings", "groups", "jobs",
-    "records", "report", "runs", "shapes", "stats", "study", "train", "build", "session", "training",
+    "records", "report", "runs", "shapes", "stats", "study", "train", "build", "session",
+    "training",
 }  # fmt: skip
 """The frame around a run: reads configs and results, never imported by the rooms."""
 
