@@ -587,20 +587,21 @@ def check_machine(settings: Settings, here: bool = True) -> None:
         )
     if here:
         memory.check(settings)
-    tracking = settings.tracking
+    tracking, environ = settings.tracking, os.environ.get("MLFLOW_TRACKING_URI")
+    key = "MLFLOW_TRACKING_URI" if environ and not tracking.uri else "tracking.uri"
     try:
         stores.check_no_secret("tracking.uri", tracking.uri)
         if tracking.name == "none":
             return
-        if settings.resume and not (tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")):
+        if settings.resume and not (tracking.uri or environ):
             kept = kept_uri(find_run(settings.resume))
             tracking = tracking.model_copy(update={"uri": kept})
         uri = stores.resolve(tracking, working_directory(), dict(os.environ))[0]
-        stores.check_driver(uri, "tracking.uri" if tracking.uri else "MLFLOW_TRACKING_URI")
+        stores.check_driver(uri, key)
         if database := stores.database_of(uri):
             stores.check_database(database)
     except ValueError as error:
         told = str(error)
         if isinstance(error, stores.StoreError):
-            told = f"tracking.uri: {told}; tracking=none trains without a store"
+            told = f"{key}: {told}; tracking=none trains without a store"
         raise ConfigError(told) from None

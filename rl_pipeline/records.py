@@ -248,8 +248,8 @@ def find_study(store: Store, study: str) -> tuple[str, list[Any], dict[str, str]
 
     Of several studies of one name the latest is meant. Raises ConfigError naming those there are.
     """
-    orphans.end_dead(store)
-    parents = [p for p in store.search("tags.kind = 'study'") if orphans.is_ours(p.data.tags)]
+    store.end_dead()
+    parents = [p for p in store.search("tags.kind = 'study'") if orphans.is_study(p.data.tags)]
     named = [p for p in parents if study in (p.info.run_id, p.data.tags.get("study"))]
     if not named:
         # Single runs may belong to a study by study.name alone.

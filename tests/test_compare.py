@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import socket
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -747,12 +748,10 @@ def test_misspelt_arguments_get_the_nearest_valid_ones(
 
 def test_a_study_whose_sweep_died_is_marked_when_the_store_is_read_next(planted):
     tags = {"kind": "study", "study": "dead"}
-    from rl_pipeline.telemetry.store import socket
-
     process = json.dumps([socket.gethostname(), 2**22 + 1, 0.0])
     dead = planted.create("dead", {**tags, "process": process})
     far = planted.create("far", {**tags, "study": "far", "process": '["elsewhere", 1, 0.0]'})
-    planted.store.end_dead_studies()
+    planted.store.end_dead()
     with sqlite3.connect(planted.root / "mlflow.db") as db:
         status = dict(db.execute("select run_uuid, status from runs").fetchall())
     assert status[dead] == "KILLED" and status[far] == "RUNNING"

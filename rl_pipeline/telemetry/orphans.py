@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Running:
     @property
     def folder(self) -> Path:
         """Where it ran."""
-        return Path(self.tags["run_folder"])
+        return Path(self.tags.get("run_folder", ""))
 
     @property
     def is_study(self) -> bool:
@@ -40,11 +41,15 @@ class Running:
         return self.tags.get("kind") == "study"
 
 
-def is_ours(tags: Mapping[str, str]) -> bool:
-    """Whether a run has the tags that all of ours have: others may use the same words."""
-    own = tags.get("kind") == "study" and "study" in tags
-    own = own or run_key_of(tags) is not None
-    return own and "run_folder" in tags and processes.read(tags.get("process")) is not None
+def is_study(tags: Mapping[str, str]) -> bool:
+    """Whether a run is the parent of a sweep of ours: others may use the same words."""
+    process = tags.get("process")
+    plain = process is None or processes.read(process) is not None
+    return tags.get("kind") == "study" and "study" in tags and plain
+
+
+def _is_ours(tags: Mapping[str, str]) -> bool:
+    return is_study(tags) or (run_key_of(tags) is not None and "run_folder" in tags)
 
 
 def find(store: Store) -> list[Running]:
@@ -54,7 +59,7 @@ def find(store: Store) -> list[Running]:
     for run in store.search("attributes.status = 'RUNNING' and tags.process LIKE '%]'"):
         tags = run.data.tags
         process = processes.read(tags.get("process"))
-        if process and is_ours(tags) and process[0] == processes.myself()[0]:
+        if process and _is_ours(tags) and process[0] == socket.gethostname():
             found.append(Running(run.info.run_id, run.info.run_name, _lives(tags), tags))
     return found
 
@@ -63,9 +68,9 @@ def _lives(tags: Mapping[str, str]) -> bool:
     """Whether its trainer or sweep runs, or a writer still ships what it left."""
     if any(not _dead(tags.get(key)) for key in ("process", "writer")):
         return True
-    folder = Path(tags["run_folder"])
+    folder = Path(tags.get("run_folder", ""))
     request = read_json(folder / REQUEST_FILE)
-    if run_key_of(request) != run_key_of(tags) or not request:
+    if run_key_of(request) is None or run_key_of(request) != run_key_of(tags):
         return False
     # Resumed a moment ago, the store does not know of it yet.
     return trains(request) or not _dead(read_json(folder / STATE_FILE).get("writer"))

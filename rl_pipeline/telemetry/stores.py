@@ -158,6 +158,8 @@ def database_of(uri: str) -> Path | None:
 
 def _sqlite_parts(uri: str, origin: str) -> tuple[str, str]:
     """(path, options) as the library that opens it reads them; raises ValueError."""
+    if plain := re.fullmatch(r"sqlite:///([\w./ +-]*[\w+-])", uri):
+        return plain[1], ""  # without the import
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import ArgumentError
 
