@@ -729,7 +729,7 @@ def test_a_study_is_compared_as_its_sweep_did_where_nothing_else_is_asked(plante
         ),
         (["study=planted", "margin=-1"], "margin=-1: "),
         (["study=planted", "by=\x1b[31m"], r"by=\x1b[31m: no run has that setting"),
-        (["study=planted", "by=[a"], "by=[a: no run has that setting"),
+        (["study=planted", "by=[a"], "by=a: no run has that setting"),
         (["study=${a}"], "study=${a}: no such study"),
         ([], "give one of study="),
     ],
