@@ -17,6 +17,14 @@ from waiting import finish, until
 
 from rl_pipeline.session import Evaluation
 
+slow = pytest.mark.slow
+
+
+def first(*cases: object) -> list:
+    """Cases of a test: the first always, the others with the slow ones."""
+    return [cases[0], *(pytest.param(case, marks=slow) for case in cases[1:])]
+
+
 QUICK = ("tracking=none", "log_every_s=0.2", "seed=1", "eval.every_steps=0", "eval.episodes=2")
 ENDLESS = (*QUICK, "total_steps=1e9")
 
@@ -73,17 +81,17 @@ def result(cli: Cli) -> dict:
 # -- owning the folder ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mine", ["replay/x", ".hydra/config.yaml", "checkpoints/x", "result.json"])
-def test_a_run_neither_deletes_nor_overwrites_what_it_did_not_make(theirs, mine):
-    file = theirs.cwd / mine
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("mine")
-    for how in ("dict", ""):
-        out = theirs(*their(how), "hydra.run.dir=.", "total_steps=300")
+def test_a_run_neither_deletes_nor_overwrites_what_it_did_not_make(theirs):
+    mine = ["a/replay/x", "b/.hydra/config.yaml", "c/checkpoints/x", "d/result.json"]
+    for file in map(theirs.cwd.joinpath, mine):
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+        place = file.relative_to(theirs.cwd).parts[0]
+        out = theirs(*their("dict"), f"hydra.run.dir={place}", "total_steps=300")
         assert out.returncode == 2, out.stderr
         assert "hydra.run.dir" in out.stderr
+        assert [p for p in (theirs.cwd / place).rglob("*") if p.is_file()] == [file]
         assert file.read_text() == "mine"
-    assert not (theirs.cwd / "run.json").exists()
 
 
 def test_a_refusal_leaves_nothing_and_keeps_what_lay_beside(theirs):
@@ -119,7 +127,7 @@ def test_a_run_folder_has_one_trainer(cli):
 # -- signals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", first("SIGHUP", "SIGTERM", "SIGINT"))
 def test_a_signal_saves_and_the_exit_code_says_which(cli, name):
     process = cli.training(*ENDLESS)
     process.send_signal(signal.Signals[name])
@@ -169,7 +177,7 @@ def test_a_run_stopped_in_its_last_evaluation_is_finished_by_resume(cli):
 # -- showing --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lines", [0, 1, 9])
+@pytest.mark.parametrize("lines", first(1, 0, 9))
 def test_a_reader_that_goes_away_ends_nothing(cli, lines):
     read, write = os.pipe()
     process = cli.start(*QUICK, "total_steps=3000", stdout=write, stderr=write)
@@ -182,7 +190,7 @@ def test_a_reader_that_goes_away_ends_nothing(cli, lines):
     assert result(cli)["status"] == "finished"
 
 
-@pytest.mark.parametrize("closing", [">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize("closing", first(">&- 2>&- <&-", ">&-", "2>&-", ">/dev/full 2>/dev/full"))
 def test_closed_and_full_outputs_end_nothing(cli, closing):
     line = shlex.join([sys.executable, "-m", "rl_pipeline.train", *QUICK, "total_steps=600"])
     process = subprocess.Popen(
@@ -228,6 +236,7 @@ def test_an_environment_that_changes_directory_moves_nothing(theirs):
     assert "folder      outputs/" in out.stdout
 
 
+@slow
 def test_hydra_may_change_directory_too(cli):
     out = cli("debug=short", "total_steps=600", "seed=1", "hydra.job.chdir=true")
     assert out.returncode == 0, out.stderr
@@ -262,7 +271,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("how", first(*reversed(DAMAGES)))
 def test_a_damaged_checkpoint_costs_itself_and_is_named(cli, stopped, how):
     subprocess.run(["cp", "-r", str(stopped), str(cli.cwd / "run")], check=True)
     newest = max((cli.cwd / "run" / "checkpoints").glob("step-*.pt"))
@@ -295,7 +304,7 @@ def test_checkpoints_that_are_all_damaged_are_refused_by_name(cli, stopped):
     assert json.loads((cli.cwd / "run" / "result.json").read_text())["status"] == "finished"
 
 
-@pytest.mark.parametrize("text", ["", '{"run_id": "r', "[]", '{"run_id": 3}', "\0\0"])
+@pytest.mark.parametrize("text", first('{"run_id": "r', "", "[]", '{"run_id": 3}', "\0\0"))
 def test_a_damaged_record_is_named_and_stops_only_its_own_run(cli, stopped, text):
     for name in ("run", "outputs/a/other"):
         (cli.cwd / name).parent.mkdir(parents=True, exist_ok=True)
@@ -389,6 +398,7 @@ def test_a_fall_is_more_than_the_scatter_of_the_games():
     assert not best.surely_below(best)
 
 
+@slow
 def test_a_finished_run_whose_rows_are_not_shipped_is_finished_by_resume(cli):
     out = cli("debug=short", "seed=1", "total_steps=600", "tracking.uri=http://127.0.0.1:9")
     assert out.returncode == 0, out.stderr
