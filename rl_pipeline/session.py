@@ -20,6 +20,7 @@ from rl_pipeline.graphs import CompileLog
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.schedule import Pace
 from rl_pipeline.phases import NullPhases, Phases, SerialisedPhases
+from rl_pipeline.redaction import redact
 from rl_pipeline.settings import ConfigError, Settings
 from rl_pipeline.stop import Killed, StopRequest, no_exit
 from rl_pipeline.telemetry.hardware import HardwareSampler
@@ -118,7 +119,9 @@ class Session:
                 failure = error if isinstance(error, Killed) else Killed("SIGINT")
                 status, reason = "killed", str(failure)
             except BaseException as error:
-                failure, status, reason = error, "failed", f"{type(error).__name__}: {error}"
+                # A driver's words may repeat the password that it was given.
+                failure, status = error, "failed"
+                reason = redact(f"{type(error).__name__}: {error}")
             result = self._finish(status, reason)
         if failure:
             raise failure

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rl_pipeline import origins
 from rl_pipeline.config import check_place, near, refusing, sweep_settings, varied_keys
+from rl_pipeline.escape import plain
 from rl_pipeline.files import read_json, working_directory, write_json
 from rl_pipeline.origins import parse_overrides
 from rl_pipeline.processes import myself, sweeps_elsewhere
@@ -140,10 +141,10 @@ class Study(Callback):
             )  # fmt: skip
         except (ConfigError, ValueError) as error:
             # The jobs are done: what cannot be compared is told, and lost is nothing.
-            print(f"not compared: {error}")
+            print(plain(f"not compared: {error}"))
             for run in study.runs:
                 if not run.finished:
-                    print(f"{run.status} {run.name}\n    {run.reason}")
+                    print(plain(f"{run.status} {run.name}\n    {run.reason}"))
             return [], {}
         report.print_comparison(found)
         files = report.write_comparison(found, folder / "comparison")

@@ -47,7 +47,7 @@ def _train(cfg: DictConfig) -> float:
         if isinstance(error, OSError) and files.of_the_disk(error):
             terminal.say(f"failed: {files.why_not(error)}")
         else:
-            traceback.print_exc()
+            terminal.say(traceback.format_exc())
             terminal.say(f"failed: {type(error).__name__}: {error}")
         if (folder / "run.json").exists():
             terminal.say(f"folder: {terminal.shown_path(str(folder))}")
