@@ -240,6 +240,8 @@ ENV = ("envs", 0, 0)
     "where, value",
     [
         ((*ENV, "env"), ["object", "subprocess:Popen", [], 999]),
+        ((*ENV, "env"), ["object", "gymnasium.core:Wrapper", [["env", None]], 999]),
+        ((*ENV, "env"), ["object", "gymnasium.envs.registration:EnvSpec", [], 999]),
         ((*ENV, "env"), ["object", "os:_wrap_close", [["_proc", 1]], 999]),
         ((*ENV, "env"), ["object", "gymnasium.core:os.system", [], 999]),
         ((*ENV, "env"), ["object", "rl_pipeline.session:Session", [], 999]),

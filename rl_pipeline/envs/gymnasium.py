@@ -61,6 +61,7 @@ class GymnasiumVecEnv(BaseVecEnv):
             randomness.restore(self._outside)
             raise
         self._resets_next = [False] * num_envs
+        self._obs = np.zeros((num_envs, *self.spec.obs_shape), self._obs_dtype)
         # A number as an action stays an array where the space is a box.
         box = isinstance(self.spec.action, Continuous) and not self.spec.action.shape
         self._rest: Any = (...,) if box else ()
@@ -84,7 +85,7 @@ class GymnasiumVecEnv(BaseVecEnv):
             state = snapshot.save(parts, num_envs=self.spec.num_envs)
             if self._comes_back is None:
                 self._comes_back = self._tried_out()
-        except snapshot.SnapshotError:
+        except Exception:  # whatever a user's object raises: it is more than data
             return None
         return state if self._comes_back else None
 

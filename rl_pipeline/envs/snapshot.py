@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import numpy as np
+from gymnasium import Env
 from gymnasium.envs.registration import EnvSpec
 
 _PLAIN = (bool, int, float, str)
@@ -100,7 +101,7 @@ def _packages(template: Any) -> set[str]:
         elif _is_object(value):
             found.add(type(value).__module__.split(".")[0])
             waiting += [x for name, x in vars(value).items() if name == "env"]
-    return found - {"builtins", "numpy", "torch"}
+    return found - {"builtins", "numpy", "torch", "gymnasium"}
 
 
 def _name(thing: Any) -> str:
@@ -327,14 +328,18 @@ class _Reader:
     def _bare(self, name: str) -> Any:
         """An instance without attributes, of a class that the environment's package has."""
         kind = self._known(name)
-        if hasattr(kind, "__del__") or not _is_object(bare := object.__new__(kind)):
+        # An environment or wrapper is one that the run has made, and nothing else steps.
+        if issubclass(kind, Env) or hasattr(kind, "__del__"):
+            raise SnapshotError(f"{name} cannot be made from data")
+        if not _is_object(bare := object.__new__(kind)):
             raise SnapshotError(f"{name} cannot be made from data")
         return bare
 
     def _known(self, name: str) -> Any:
         """The class of this name, looked up where it is loaded; nothing is imported."""
         module, qualname = name.split(":")
-        if module.split(".")[0] not in self._packages or module not in sys.modules:
+        ours = module.startswith("gymnasium.spaces.") or module.split(".")[0] in self._packages
+        if not ours or module not in sys.modules:
             raise SnapshotError(f"{name} is not the environment's own")
         scope = vars(sys.modules[module])
         *outer, last = qualname.split(".")
