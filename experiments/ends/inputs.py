@@ -35,7 +35,7 @@ NUMBERS = (
 WRONG = ("abc", "-1", "nan", "inf", "-inf", "[]", "{a: 1}", "true", "1.5e", "0x", "''", "1,2")
 HUGE = {
     "backend.num_envs": "1e9", "algo.horizon": "1e12", "network.hidden": "[1e9]",
-    "eval.num_envs": "1e9", "backend.lanes": "1e9",
+    "backend.lanes": "1e9", "algo.num_minibatches": "1e9",
 }  # fmt: skip
 OPTIONS = ("env", "backend", "algo", "network", "buffer", "device", "precision", "compile", "mode",
            "profile", "tracking", "recipe", "experiment", "debug", "sweep")  # fmt: skip

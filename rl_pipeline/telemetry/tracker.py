@@ -26,6 +26,7 @@ from rl_pipeline.redaction import HIDDEN, redact
 from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry.databases import has_run
 from rl_pipeline.telemetry.stores import StoreError, database_of, resolve, uri_of
+from rl_pipeline.terminal import shell_line
 
 REQUEST_FILE = "tracking.json"
 LOST = "lost_jobs"
@@ -161,8 +162,8 @@ class Tracker:
             trouble = state["trouble"] = state.get("trouble") or otherwise
             _log.warning(
                 "MLflow does not have all of this run yet (%s); everything is in %s. "
-                "Ship the rest with: python -m %s %s",
-                *(trouble, self._run_dir, _WRITER, self._run_dir),
+                "Ship the rest with: %s",
+                *(trouble, self._run_dir, shell_line("telemetry.writer", str(self._run_dir))),
             )
         return state
 
