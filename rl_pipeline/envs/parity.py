@@ -157,7 +157,7 @@ def _at_limit(make: Make, env: EnvSettings, num_envs: int) -> str:
         return ""
     place = int(step.terminated.argmax())
     at, again = play(env.model_copy(update={"max_episode_steps": num_steps}), num_steps)
-    if at != num_steps or not again.truncated[place]:
+    if at != num_steps or not (again.terminated | again.truncated)[place]:
         return "not seen again"
     return "terminated" if again.terminated[place] else "truncated only"
 
