@@ -46,6 +46,7 @@ def test_where_nothing_is_all_is_well_and_nothing_is_made(cli):
     assert "fix=" in cli("--help", module=DOCTOR).stdout
 
 
+@pytest.mark.slow
 def test_what_died_is_closed_and_its_rows_have_a_line_that_ships_them(cli, trainer):
     database = cli.cwd / "mlflow.db"
     uri = f"sqlite:///{database}"
@@ -139,6 +140,7 @@ def test_a_server_that_does_not_answer_needs_its_owner(cli):
     assert out.returncode == 1 and "127.0.0.1:9" in out.stdout and "Traceback" not in out.stderr
 
 
+@pytest.mark.slow
 def test_a_finished_project_is_well(cli):
     uri = f"sqlite:///{cli.cwd / 'mlflow.db'}"
     tracker = tracker_for(cli.cwd / "outputs" / "run", uri)

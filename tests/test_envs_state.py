@@ -299,7 +299,7 @@ def test_a_class_that_does_something_when_it_is_freed_is_never_made_from_data():
         snapshot.read(parsed, [[], env])
 
 
-@pytest.mark.parametrize("every", [0, 512])
+@pytest.mark.parametrize("every", [0, pytest.param(512, marks=pytest.mark.slow)])
 def test_a_run_that_draws_from_the_process_resumes_exactly(tmp_path, cli, every):
     """Also with evaluations between, whose environments draw from the process as well."""
     plain = (

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Cli
-from waiting import finish
+from waiting import finish, until
 
 from rl_pipeline.evaluate import evaluate
 from rl_pipeline.types import Discrete, EnvSpec, Episode, Step
@@ -24,7 +24,8 @@ SHORT = ("debug=short", "tracking=none", "total_steps=1500")
 
 
 def query(cli: Cli, sql: str) -> list[tuple]:
-    with sqlite3.connect(cli.cwd / "mlflow.db") as db:
+    # Read only: to look must not make a store.
+    with sqlite3.connect(f"file:{cli.cwd / 'mlflow.db'}?mode=ro", uri=True) as db:
         return db.execute(sql).fetchall()
 
 
@@ -171,6 +172,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on_in_the_same_mlflow_run(cli):
     assert f"resume={folder.relative_to(cli.cwd)}" in err or f"resume={folder}" in err
     (result,) = cli.results()
     assert (result["status"], result["reason"]) == ("killed", "SIGINT")
+    # A stopped run does not wait for its tracker, which goes on alone.
+    until(lambda: not cli.brood.alive(), 60, "the end of the tracker")
     assert query(cli, "select status from runs") == [("KILLED",)]
     done = result["counters"]["env_steps"]
     out = cli(f"resume={folder}", f"total_steps={done + 1000}")
