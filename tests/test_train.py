@@ -234,6 +234,7 @@ def test_a_sweep_that_is_told_to_end_takes_its_jobs_along(cli):
     assert "Traceback" not in err
     assert "study.resume=multirun" in err
     assert [r["status"] for r in cli.results()] == ["killed"]
+    until(lambda: not cli.brood.alive(), 60, "the end of the trackers")
     assert set(query(cli, "select status from runs")) == {("KILLED",)}
 
 
