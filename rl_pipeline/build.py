@@ -14,7 +14,7 @@ import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from rl_pipeline import checkpoint, config, jobs, origins, runs
+from rl_pipeline import checkpoint, config, jobs, origins, runs, stop
 from rl_pipeline.evaluate import evaluate
 from rl_pipeline.files import Claim, told, working_directory, write_json
 from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
@@ -312,6 +312,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         if not _is_ours(error):
             raise
         raise ConfigError(str(error)) from error
+    session.stop.reason = stop.asked()
     for what, why in session.facts["reasons"].items():
         session.progress.message(f"{what}: {why}")
     return session.run(state)

@@ -26,6 +26,8 @@ OURS = (
     _ROOM,
 )  # fmt: skip
 """All that a run writes into its folder."""
+BEFORE_A_RUN = (".hydra", "replay", _ROOM)
+"""What is written before the run exists."""
 
 
 def working_directory(fix: bool = False) -> Path:
@@ -155,6 +157,8 @@ class Claim:
 
     begun = False
     """The run exists: what it writes stays."""
+    also: tuple[str, ...] = ()
+    """Further names that are written before a run exists."""
 
     def __init__(self, folder: Path) -> None:
         """Make the folder if need be, and lock it.
@@ -206,7 +210,9 @@ class Claim:
         with suppress(OSError):
             give_room(self.folder)
         if not self.begun:
-            for name in set(OURS) - self._before:
+            # Of a run that exists, its tracker may be writing just now: nothing of it is ours.
+            mine = set() if "run.json" in self._before else {*BEFORE_A_RUN, *self.also}
+            for name in mine - self._before:
                 with suppress(OSError):
                     _remove(self.folder / name)
             for path, content in self._composed.items():

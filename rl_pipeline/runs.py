@@ -34,6 +34,7 @@ def claim_folder(settings: Settings, folder: Path, subdir: str | None) -> None:
     if settings.resume:
         check_resume(settings, folder)
     claim = Claim(folder)
+    claim.also = (subdir,) if subdir else ()
     # Looked at under the lock: whoever had it may have left a run.
     if not settings.resume:
         if has_run(folder):

@@ -103,9 +103,18 @@ def _handle(handler: Any) -> dict[int, Any]:
     return {s: signal.signal(s, handler) for s in caught}
 
 
+_asked: list[str] = []
+
+
 def interrupt(number: int, _: object) -> None:
     """A signal's handler that stops at once."""
-    raise Killed(signal.Signals(number).name)
+    _asked.append(signal.Signals(number).name)
+    raise Killed(_asked[-1])
+
+
+def asked() -> str | None:
+    """The last signal that `interrupt` answered, also where somebody swallowed its exception."""
+    return _asked[-1] if _asked else None
 
 
 @contextmanager

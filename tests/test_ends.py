@@ -15,6 +15,7 @@ import torch
 from conftest import Cli
 from waiting import finish, until
 
+from rl_pipeline.files import Claim
 from rl_pipeline.session import Evaluation
 
 slow = pytest.mark.slow
@@ -29,7 +30,7 @@ QUICK = ("tracking=none", "log_every_s=0.2", "seed=1", "eval.every_steps=0", "ev
 ENDLESS = (*QUICK, "total_steps=1e9")
 
 THEIRS = """
-import os, sys
+import os, sys, time
 import gymnasium as gym, numpy as np
 
 class Env(gym.Env):
@@ -42,6 +43,12 @@ class Env(gym.Env):
             self.observation_space = gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (3,))})
         if how == "exit at once":
             sys.exit(0)
+        if how == "swallow" and not os.path.exists("inside"):
+            open("inside", "w").close()
+            try:
+                time.sleep(600)
+            except BaseException:
+                pass
 
     def reset(self, *, seed=None, options=None):
         self.steps = 0
@@ -107,6 +114,14 @@ def test_a_refusal_leaves_nothing_and_keeps_what_lay_beside(theirs):
     assert [p.name for p in kept.parent.iterdir()] == ["notes.txt"]
 
 
+def test_a_refused_resume_takes_nothing_that_the_tracker_wrote_meanwhile(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    claim = Claim(tmp_path)
+    (tmp_path / "mlflow.json").write_text("{}")
+    claim.release()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mlflow.json", "run.json"]
+
+
 def test_a_run_folder_has_one_trainer(cli):
     first = cli.training(*ENDLESS, "hydra.run.dir=here")
     pid = str(first.pid)
@@ -140,6 +155,15 @@ def test_a_signal_saves_and_the_exit_code_says_which(cli, name):
     done = result(cli)["counters"]["env_steps"]
     out = cli(*again, f"total_steps={done + 500}")
     assert out.returncode == 0, out.stderr
+
+
+def test_a_signal_whose_exception_is_swallowed_is_not_lost(theirs):
+    process = theirs.start(*their("swallow"), "total_steps=1e9", "backend.num_envs=1")
+    until((theirs.cwd / "inside").exists, what="the constructor")
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    assert process.returncode == 143
+    assert (result(theirs)["status"], result(theirs)["reason"]) == ("killed", "SIGTERM")
 
 
 def test_an_ignored_signal_stays_ignored(cli):

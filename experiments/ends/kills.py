@@ -78,7 +78,7 @@ class Trial:
             if self._result().get("status") == "finished" and attempt == 0 and ended == 0:
                 break  # the signal came after the end
             line = [f"resume={self.folder}"]
-            if attempt == 0 and again:
+            if attempt == 0 and again and self._result().get("status") != "finished":
                 self._kill(line, "training")
                 continue
             code, text = self._train(line)
@@ -203,7 +203,8 @@ class Trial:
         points = [(row["step"], name) for row in rows for name in row["metrics"]]
         if twice := len(points) - len(set(points)):
             self.trouble.append(f"{twice} doubled values in metrics.jsonl")
-        state = json.loads((self.folder / "mlflow.json").read_text())
+        path = self.folder / "mlflow.json"
+        state = json.loads(path.read_text()) if path.exists() else {}
         if not state.get("finished"):
             self.trouble.append(f"not shipped: {state.get('trouble')}")
             return
