@@ -329,7 +329,7 @@ def run_main(main: Callable[[], Any]) -> None:
         terminal.say(f"stopped by {killed}")
         code = killed.exit_code
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             terminal.say(error.code)
     except OSError as error:
@@ -418,7 +418,8 @@ def ship(folder: Path) -> int:
     code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.__stderr__).returncode
     tracked = files.read_json(folder / "mlflow.json")
     report.print_summary(files.read_json(folder / "result.json") | {"tracking": tracked})
-    return code
+    others = 4  # another process ships it: nothing is left to do here
+    return 0 if code == others else code
 
 
 def check_place(key: str, folder: str) -> None:

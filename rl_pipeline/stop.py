@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -91,7 +92,13 @@ def answer_early() -> None:
 def leave_with(code: int) -> NoReturn:
     """Exit; from here on a signal only makes it quicker, and changes nothing about the code."""
     _handle(lambda *_: os._exit(code))
-    sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    # The interpreter's own end takes half a second with torch, in which signals have their default
+    # effect again, and waits for threads that an environment may have left.
+    os._exit(code)
 
 
 def _handle(handler: Any) -> dict[int, Any]:
