@@ -33,7 +33,7 @@ class DoctorSettings(Frozen):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table."""
+    """Something that was found, and what was done about it."""
 
     what: str
     where: str
@@ -59,7 +59,9 @@ def _store(uri: str, fix: bool) -> Iterator[Finding]:
         try:
             stores.check_database(database)
         except stores.HalfMade as error:
-            yield _put_aside(database, fix) or Finding("half-made store", "", str(error), False)
+            yield _put_aside(database, fix) or Finding(
+                "half-made store", str(database), str(error), False
+            )
             return
         except stores.StoreError as error:
             yield Finding("store", str(database), str(error), False)
@@ -205,23 +207,11 @@ def _temporary(folder: Path, fix: bool) -> Iterator[Finding]:
 
 
 def run(settings: DoctorSettings) -> int:
-    """Examine, print the table; 0 where all is well or mended, else 1."""
-    from rich.table import Table
-
-    from rl_pipeline.report import wide_console
-
+    """Examine and print what was found; 0 where all is well or mended, else 1."""
     findings = list(examine(settings))
-    table = Table("found", "where", "what was done")
     for finding in findings:
-        table.add_row(finding.what, finding.where, finding.done)
-    for column in table.columns:
-        column.overflow = "fold"
-    console = wide_console()
-    console.print(table)
-    # Once more, as they can be pasted: a table breaks long lines.
-    for finding in findings:
-        if finding.what == "unshipped rows":
-            print(finding.done.removeprefix("ship them: "))
+        # No table: it would break paths and commands, which are there to be pasted.
+        print(f"{finding.what}: {finding.where}\n    {finding.done}")
     left = [finding for finding in findings if not finding.well]
     print(f"{len(left)} of {len(findings)} need you" if left else "all is well")
     return 1 if left else 0

@@ -78,8 +78,8 @@ def test_what_died_is_closed_and_its_rows_have_a_line_that_ships_them(cli, train
         assert status_of(database, alive) == "RUNNING"
     assert out.stdout.count("orphaned") == 2 and out.stdout.count("living") == 2
     assert not (dead.dir / "mlflow.json.tmp").exists()
-    (line,) = [x for x in out.stdout.splitlines() if x.startswith("python -m")]
-    _, *arguments = shlex.split(line)
+    (line,) = [x for x in out.stdout.splitlines() if "ship them: " in x]
+    _, *arguments = shlex.split(line.split("ship them: ")[1])
     subprocess.run([sys.executable, *arguments], cwd=cli.cwd, check=True, timeout=LONG_S)
     query = "SELECT step FROM metrics WHERE run_uuid = ? ORDER BY step"
     assert ask(database, query, run_id) == [(8,), (16,)]
