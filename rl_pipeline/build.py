@@ -14,7 +14,7 @@ import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from rl_pipeline import checkpoint, config, jobs, origins, runs, stop
+from rl_pipeline import checkpoint, config, origins, runs, stop
 from rl_pipeline.evaluate import evaluate
 from rl_pipeline.files import Claim, told, working_directory, write_json
 from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
@@ -95,7 +95,7 @@ def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tra
     if name := settings.study.name or study.get("name"):
         tags["study"] = name
     if study:
-        tags["job"] = jobs.digest(facts["overrides"])
+        tags["job"] = runs.digest(facts["overrides"])
     if git:
         tags["mlflow.source.git.commit"] = git
     if changed := changed_code(facts["provenance"]):
@@ -145,7 +145,7 @@ def make_facts(
     composed_from: dict[str, Any],
 ) -> dict[str, Any]:
     """What result.json says about a run before its first step."""
-    study, name = jobs.study_of(overrides)
+    study, name = runs.multirun_of(overrides)
     plan = runtime.threads
     effective = requested(settings) | {
         "num_envs": settings.backend.num_envs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -60,3 +60,20 @@ def store_uri(given: str | None) -> str:
         return uri
     except ValueError as error:
         raise ConfigError(str(error).replace("tracking.uri", "uri")) from None
+
+
+def names(value: Any) -> Any:
+    """`a,b` or `[a,b]` as a list; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    return [v.strip() for v in value.removeprefix("[").removesuffix("]").split(",") if v.strip()]
+
+
+def levels(value: Any) -> Any:
+    """`backend=gymnasium,precision=fp32` as a dict; raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",")]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError("give settings, e.g. baseline=backend=gymnasium")
+    return {key.strip(): level.strip() for key, _, level in pairs}

@@ -20,34 +20,18 @@ from rl_pipeline.escape import plain
 from rl_pipeline.settings import ConfigError, Float, Frozen, PositiveFloat
 
 
-def _names(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    return [v.strip() for v in value.removeprefix("[").removesuffix("]").split(",") if v.strip()]
-
-
-def levels(value: Any) -> Any:
-    """`backend=gymnasium,precision=fp32` as a dict; raises ValueError."""
-    if not isinstance(value, str):
-        return value
-    pairs = [part.partition("=") for part in value.split(",")]
-    if not all(equals for _, equals, _ in pairs):
-        raise ValueError("give settings, e.g. baseline=backend=gymnasium")
-    return {key.strip(): level.strip() for key, _, level in pairs}
-
-
 class CompareSettings(Frozen):
     """Arguments of the door."""
 
     study: str | None = None
     """Name or MLflow run id of a multirun (its parent run), or a study.name of single runs."""
-    runs: Annotated[list[str], BeforeValidator(_names)] = []
+    runs: Annotated[list[str], BeforeValidator(cli.names)] = []
     """MLflow ids of single runs, instead of a study."""
     folder: Path | None = None
     """A multirun folder, instead of a store."""
-    by: Annotated[list[str] | None, BeforeValidator(_names)] = None
+    by: Annotated[list[str] | None, BeforeValidator(cli.names)] = None
     """Settings that make the groups, e.g. backend,precision; default: those that differ."""
-    baseline: Annotated[dict[str, str] | None, BeforeValidator(levels)] = None
+    baseline: Annotated[dict[str, str] | None, BeforeValidator(cli.levels)] = None
     """The group that counts as 1, e.g. backend=gymnasium; default: the study's, else the first."""
     threshold: Float | None = None
     """A return: env steps and seconds until it is reached are told; default: the study's."""
@@ -72,7 +56,7 @@ def run(settings: CompareSettings) -> None:
     _check_out(settings.out)
     uri = cli.store_uri(settings.uri)
 
-    from rl_pipeline import comparison, records, report
+    from rl_pipeline import comparison, findings, records, report
     from rl_pipeline.telemetry import tracker
     from rl_pipeline.telemetry.store import quiet
 
@@ -83,7 +67,7 @@ def run(settings: CompareSettings) -> None:
         study = _read(uri, settings)
     baseline, threshold = settings.baseline, settings.threshold
     if baseline is None and study.baseline:
-        own: dict[str, str] = levels(study.baseline)
+        own: dict[str, str] = cli.levels(study.baseline)
         baseline = {k: v for k, v in own.items() if settings.by is None or k in settings.by} or None
     threshold = study.threshold if threshold is None else threshold
     found = comparison.compare(
@@ -98,7 +82,7 @@ def run(settings: CompareSettings) -> None:
     parent = {"uri": uri, "run_id": study.parent_id or ""}
     ours = settings.folder is None and study.parent_id
     place = _place(settings)
-    tags = {"answer": report.in_one_line(found)} if place == "comparison" else {}
+    tags = {"answer": findings.in_one_line(found)} if place == "comparison" else {}
     if ours and tracker.end_parent(parent, None, files, tags, artifact_path=place):
         print(f"mlflow  artifacts of run {study.parent_id}, {place}/index.html")
 

@@ -178,3 +178,26 @@ def _pooled(found: Comparison) -> list[str]:
             if len(values) > 1 and not key.startswith("threads"):
                 pooled.setdefault(key, set()).update(values)
     return [f"groups pool over {key}: {', '.join(sorted(v))}" for key, v in pooled.items()]
+
+
+def in_one_line(found: Comparison) -> str:
+    """The answer; where runs are too short for one, that."""
+    if not found.answer and len(found.groups) > 1 and not found.groups[0].steady:
+        if any(g.steady for g in found.groups):
+            return "no verdict on speed: the baseline reached no steady state"
+        return "no verdict on speed: no run reached a steady state"
+    return "; ".join(found.answer)
+
+
+def what_ran(found: Comparison) -> str:
+    """Task, algorithm and length, where all runs have them in common."""
+    runs = [run.settings for group in found.groups for run in group.runs]
+
+    def common(key: str) -> str:
+        values = {settings[key] for settings in runs if key in settings}
+        return values.pop() if len(values) == 1 else ""
+
+    told = [common("algo"), common("env.id")]
+    if (steps := common("total_steps")).isdecimal():
+        told.append(f"for {int(steps):,} env steps")
+    return " ".join(filter(None, told))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -10,14 +9,15 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_pipeline import origins, report
+from rl_pipeline import origins, runs
 from rl_pipeline.escape import plain
+from rl_pipeline.runs import multirun_of, own_overrides, passed_on
 from rl_pipeline.terminal import quoted
 
 GRACE_S = 60.0
@@ -40,7 +40,7 @@ class Job:
     @property
     def name(self) -> str:
         """What the sweep's lines call it."""
-        return study_of(self.overrides)[1] or " ".join(self.overrides)
+        return multirun_of(self.overrides)[1] or " ".join(self.overrides)
 
     @property
     def command(self) -> list[str]:
@@ -62,7 +62,7 @@ def run(job: Job, started: Callable[[subprocess.Popen[bytes]], Any] = lambda _: 
     result: dict[str, Any] = {}
     with suppress(FileNotFoundError):
         result = json.loads((job.folder / "result.json").read_text())
-    objective = report.objective(result)
+    objective = runs.objective(result)
     if result.get("status") == "finished":
         rate, seconds = result["throughput"]["env_steps_per_s"], time.monotonic() - begin
         after = f"; its process then ended badly: {forced or f'exit code {code}'}" if code else ""
@@ -145,29 +145,6 @@ def run_here(overrides: list[str], number: int, hydra_overrides: list[str]) -> f
         passed_on(hydra_overrides), environ=environment(cpus),
     )  # fmt: skip
     return run(job)
-
-
-def study_of(overrides: list[str]) -> tuple[dict[str, Any], str]:
-    """The multirun this job belongs to, and the job's name: what varied."""
-    study = json.loads(os.environ.get("RL_PIPELINE_STUDY", "{}"))
-    varied = [o for o in overrides if o.split("=")[0].lstrip("+") in study.get("varied", ())]
-    return study, " ".join(varied)
-
-
-def digest(overrides: Sequence[str]) -> str:
-    """What a job and its second try have in common, in a few characters."""
-    return hashlib.sha256("\n".join(sorted(own_overrides(overrides))).encode()).hexdigest()[:16]
-
-
-def own_overrides(overrides: Sequence[str]) -> list[str]:
-    """A job's overrides without those that mean the sweep."""
-    return [o for o in overrides if not o.lstrip("+~").startswith("study.")]
-
-
-def passed_on(overrides: Sequence[str]) -> list[str]:
-    """Hydra overrides that mean the jobs too, such as hydra.searchpath."""
-    own = ("hydra.mode", "hydra.sweep", "hydra.sweeper", "hydra.launcher", "hydra/", "hydra.run")
-    return [o for o in overrides if not o.lstrip("+~").startswith(own)]
 
 
 def _flags() -> list[str]:

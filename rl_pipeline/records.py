@@ -248,7 +248,7 @@ def find_study(store: Store, study: str) -> tuple[str, list[Any], dict[str, str]
 
     Of several studies of one name the latest is meant. Raises ConfigError naming those there are.
     """
-    store.end_dead()
+    orphans.end_dead(store)
     parents = [p for p in store.search("tags.kind = 'study'") if orphans.is_study(p.data.tags)]
     named = [p for p in parents if study in (p.info.run_id, p.data.tags.get("study"))]
     if not named:

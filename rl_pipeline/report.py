@@ -22,15 +22,7 @@ from rl_pipeline.terminal import in_shell, shell_line, shown_path
 if TYPE_CHECKING:
     from rl_pipeline.groups import Comparison, Group
     from rl_pipeline.stats import Estimate
-
-
-def objective(result: dict[str, Any]) -> float:
-    """What a sweep maximises: the evaluated return, else that of training, else NaN."""
-    if result.get("status") != "finished":
-        return math.nan
-    returns = result["returns"]
-    values = (returns["eval_mean"], returns["train_mean"])
-    return next((float(v) for v in values if v is not None), math.nan)
+from rl_pipeline.findings import in_one_line
 
 
 def wide_console() -> Console:
@@ -237,29 +229,6 @@ def comparison_caption(found: Comparison) -> str:
             "(total_steps) can be compared"
         )
     return "\n".join(lines)
-
-
-def in_one_line(found: Comparison) -> str:
-    """The answer; where runs are too short for one, that."""
-    if not found.answer and len(found.groups) > 1 and not found.groups[0].steady:
-        if any(g.steady for g in found.groups):
-            return "no verdict on speed: the baseline reached no steady state"
-        return "no verdict on speed: no run reached a steady state"
-    return "; ".join(found.answer)
-
-
-def what_ran(found: Comparison) -> str:
-    """Task, algorithm and length, where all runs have them in common."""
-    runs = [run.settings for group in found.groups for run in group.runs]
-
-    def common(key: str) -> str:
-        values = {settings[key] for settings in runs if key in settings}
-        return values.pop() if len(values) == 1 else ""
-
-    told = [common("algo"), common("env.id")]
-    if (steps := common("total_steps")).isdecimal():
-        told.append(f"for {int(steps):,} env steps")
-    return " ".join(filter(None, told))
 
 
 def _estimate(value: Estimate | None, form: str) -> str:

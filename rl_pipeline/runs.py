@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
+import math
+import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -240,7 +244,7 @@ def find_sweep(name: str) -> Path:
     )
 
 
-def study_of(folder: Path) -> dict[str, Any]:
+def read_study(folder: Path) -> dict[str, Any]:
     """study.json of a multirun; raises ConfigError where it is damaged."""
     path = folder / STUDY_FILE
     trouble = damage(path)
@@ -267,7 +271,7 @@ def with_resumed_sweep(argv: list[str]) -> list[str]:
         return argv
     args = origins.flags_of(argv)
     folder = find_sweep(name)
-    study, what = study_of(folder), f"study.resume={name}"
+    study, what = read_study(folder), f"study.resume={name}"
     flags, places = origins.put_back(study.get("composed_from"), argv, what)
     keys = _new_values(args.overrides)
     # Given twice, a swept key would be crossed with itself.
@@ -348,3 +352,35 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = str(value) if isinstance(value, list | dict) else value
     return flat
+
+
+def multirun_of(overrides: list[str]) -> tuple[dict[str, Any], str]:
+    """The multirun this job belongs to, and the job's name: what varied."""
+    study = json.loads(os.environ.get("RL_PIPELINE_STUDY", "{}"))
+    varied = [o for o in overrides if o.split("=")[0].lstrip("+") in study.get("varied", ())]
+    return study, " ".join(varied)
+
+
+def digest(overrides: Sequence[str]) -> str:
+    """What a job and its second try have in common, in a few characters."""
+    return hashlib.sha256("\n".join(sorted(own_overrides(overrides))).encode()).hexdigest()[:16]
+
+
+def own_overrides(overrides: Sequence[str]) -> list[str]:
+    """A job's overrides without those that mean the sweep."""
+    return [o for o in overrides if not o.lstrip("+~").startswith("study.")]
+
+
+def passed_on(overrides: Sequence[str]) -> list[str]:
+    """Hydra overrides that mean the jobs too, such as hydra.searchpath."""
+    own = ("hydra.mode", "hydra.sweep", "hydra.sweeper", "hydra.launcher", "hydra/", "hydra.run")
+    return [o for o in overrides if not o.lstrip("+~").startswith(own)]
+
+
+def objective(result: dict[str, Any]) -> float:
+    """What a sweep maximises: the evaluated return, else that of training, else NaN."""
+    if result.get("status") != "finished":
+        return math.nan
+    returns = result["returns"]
+    values = (returns["eval_mean"], returns["train_mean"])
+    return next((float(v) for v in values if v is not None), math.nan)

@@ -18,7 +18,6 @@ from rl_pipeline.checkpoint import Checkpoints
 from rl_pipeline.files import give_room, told, why_not, write_json
 from rl_pipeline.graphs import CompileLog
 from rl_pipeline.loops import sync
-from rl_pipeline.loops.schedule import Pace
 from rl_pipeline.phases import NullPhases, Phases, SerialisedPhases
 from rl_pipeline.redaction import redact
 from rl_pipeline.settings import ConfigError, Settings
@@ -28,8 +27,9 @@ from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView
 from rl_pipeline.telemetry.recorder import Recorder, bottleneck
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker
 from rl_pipeline.terminal import say
+from rl_pipeline.training import OffPolicy
 from rl_pipeline.transfers import HiddenWaits, Transfers
-from rl_pipeline.types import Episode, Learner, Metrics, ReplayBuffer, StateError, VecEnv
+from rl_pipeline.types import Episode, Learner, Metrics, StateError, VecEnv
 
 DRAIN_S = 60.0
 """How long a finished run waits for the tracking store to take the last rows."""
@@ -37,16 +37,6 @@ KILLED_DRAIN_S = 5.0
 """The same for a run that was told to stop: the tracker goes on alone."""
 TROUBLED_DRAIN_S = 3.0
 """The same for a store that does not answer: the tracker goes on alone, the rows are on disk."""
-
-
-@dataclass
-class Replay:
-    """What an off-policy run has beside its learner."""
-
-    buffer: ReplayBuffer
-    pace: Pace
-    save: bool
-    """The buffer's contents go into checkpoints."""
 
 
 class Evaluation(NamedTuple):
@@ -75,7 +65,7 @@ class Session:
     learner: Learner
     loop: Callable[[sync.Counters, np.ndarray, sync.Hook], None]
     """Trains from an observation [N, ...] on until the hook says stop."""
-    replay: Replay | None
+    replay: OffPolicy | None
     phases: Phases | NullPhases
     recorder: Recorder
     tracker: Tracker | NullTracker
@@ -297,7 +287,7 @@ class Session:
         except StateError as error:
             return None, f" ({error})"
 
-    def _restore_replay(self, replay: Replay, state: dict[str, Any], known: bool) -> None:
+    def _restore_replay(self, replay: OffPolicy, state: dict[str, Any], known: bool) -> None:
         contents = state["replay"]
         if contents is None:
             # Without contents the buffer fills as at the start of a run.

@@ -131,8 +131,8 @@ class Study(Callback):
 
     def _compare(self, study: Any, folder: Path) -> tuple[list[Path], dict[str, str]]:
         """Its files, and what the parent's tags say of it."""
-        from rl_pipeline import comparison, report
-        from rl_pipeline.compare import levels
+        from rl_pipeline import comparison, findings, report
+        from rl_pipeline.cli import levels
 
         try:
             found = comparison.compare(
@@ -149,7 +149,7 @@ class Study(Callback):
         report.print_comparison(found)
         files = report.write_comparison(found, folder / "comparison")
         print(f"page    {shown_path(str(folder / 'comparison' / 'index.html'))}")
-        tags = {"answer": report.in_one_line(found)}
+        tags = {"answer": findings.in_one_line(found)}
         # For a later comparison: the first to run, where none was named, is known only here.
         base = ",".join(f"{k}={v}" for k, v in found.baseline.items())
         if base.count("=") == base.count(",") + 1:  # as it can be read again
@@ -226,7 +226,7 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
 
 def _check_baseline(baseline: str | None, grid: list[Settings]) -> None:
     """Before the jobs run and not after: its form, and that its settings exist."""
-    from rl_pipeline.compare import levels
+    from rl_pipeline.cli import levels
 
     try:
         keys = list(levels(baseline or {}))

@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from rl_pipeline import config, files, terminal
+from rl_pipeline import config, files, runs, terminal
 
 
 @hydra.main(version_base="1.3", config_path=str(config.CONF), config_name="config")
@@ -53,7 +53,7 @@ def _train(cfg: DictConfig) -> float:
             terminal.say(f"folder: {terminal.shown_path(str(folder))}")
         sys.exit(1)
     report.print_summary(result)
-    return report.objective(result)
+    return runs.objective(result)
 
 
 def main() -> None:

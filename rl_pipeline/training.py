@@ -13,9 +13,18 @@ from rl_pipeline.loops import sync
 from rl_pipeline.loops.schedule import Pace
 from rl_pipeline.phases import NullPhases, Phases
 from rl_pipeline.runtime import Runtime, stream_seed
-from rl_pipeline.session import Replay
 from rl_pipeline.settings import DQNSettings, PPOSettings, Settings
 from rl_pipeline.types import EnvSpec, Learner, ReplayBuffer, VecEnv
+
+
+@dataclass
+class OffPolicy:
+    """What an off-policy run has beside its learner."""
+
+    buffer: ReplayBuffer
+    pace: Pace
+    save: bool
+    """The buffer's contents go into checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class Training:
 
     learner: Learner
     loop: Callable[[sync.Counters, np.ndarray, sync.Hook], None]
-    replay: Replay | None
+    replay: OffPolicy | None
     buffer_facts: dict[str, Any]
     """Of result.json: bytes needed, and how much memory was free before."""
 
@@ -66,7 +75,7 @@ def make_training(
                     settings.buffer.name == "prioritized", obs, hook,
                 )  # fmt: skip
 
-            replay = Replay(buffer, pace, settings.buffer.save)
+            replay = OffPolicy(buffer, pace, settings.buffer.save)
             facts = {"bytes": buffer.nbytes, "available_bytes": free} | settings.buffer.model_dump()
             return Training(dqn, off_policy, replay, facts)
 

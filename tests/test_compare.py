@@ -18,7 +18,7 @@ from conftest import Cli, settings
 from scipy.stats import binom
 
 from rl_pipeline import compare as compare_door
-from rl_pipeline import figures, records, report
+from rl_pipeline import figures, findings, records, report
 from rl_pipeline.comparison import compare
 from rl_pipeline.groups import Comparison
 from rl_pipeline.records import RunRecord, StudyRecord
@@ -284,7 +284,7 @@ def test_nothing_is_said_against_a_baseline_that_was_too_short():
     found = compare(study(*runs), baseline={"backend": "envpool"})
     assert found.effects == [] and found.answer == []
     assert [g.verdict for g in found.groups] == ["1", "baseline too short", "baseline too short"]
-    assert report.in_one_line(found) == (
+    assert findings.in_one_line(found) == (
         "no verdict on speed: the baseline reached no steady state"
     )
 

@@ -187,12 +187,6 @@ class Store:
             if not token:
                 return found
 
-    def end_dead(self) -> None:
-        """End what a process of this machine that is dead left RUNNING, runs and sweeps."""
-        from rl_pipeline.telemetry import orphans
-
-        orphans.end_dead(self)
-
     def end(self, run_id: str, status: object, end_s: float, tags: Mapping[str, str]) -> str:
         """Set the run's last tags and its final status; returns the latter."""
         for key, value in tags.items():

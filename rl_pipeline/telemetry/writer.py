@@ -379,7 +379,7 @@ def create_parent(request: Mapping[str, Any]) -> dict[str, str]:
     """Create a sweep's run, or go on in the one it has: {run_id, experiment_id}."""
     store = Store(request["uri"])
     experiment_id = store.experiment_id(request["experiment"], request["artifact_root"])
-    store.end_dead()
+    orphans.end_dead(store)
     known = request["known"]
     run_id = (
         known
