@@ -15,9 +15,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from rl_pipeline import checkpoint, config, origins, runs, stop
+from rl_pipeline.engine.runtime import Runtime, make_runtime, stream_seed
 from rl_pipeline.evaluate import evaluate
 from rl_pipeline.files import Claim, told, working_directory, write_json
-from rl_pipeline.runtime import Runtime, make_runtime, stream_seed
 from rl_pipeline.session import Session
 from rl_pipeline.settings import ConfigError, PPOSettings, Settings
 from rl_pipeline.telemetry.hardware import HardwareSampler

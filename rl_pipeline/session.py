@@ -15,10 +15,11 @@ import psutil
 import torch
 
 from rl_pipeline.checkpoint import Checkpoints
+from rl_pipeline.engine.graphs import CompileLog
+from rl_pipeline.engine.phases import NullPhases, Phases, SerialisedPhases
+from rl_pipeline.engine.transfers import HiddenWaits, Transfers
 from rl_pipeline.files import give_room, told, why_not, write_json
-from rl_pipeline.graphs import CompileLog
 from rl_pipeline.loops import sync
-from rl_pipeline.phases import NullPhases, Phases, SerialisedPhases
 from rl_pipeline.redaction import redact
 from rl_pipeline.settings import ConfigError, Settings
 from rl_pipeline.stop import Killed, StopRequest, no_exit
@@ -28,7 +29,6 @@ from rl_pipeline.telemetry.recorder import Recorder, bottleneck
 from rl_pipeline.telemetry.tracker import NullTracker, Tracker
 from rl_pipeline.terminal import say
 from rl_pipeline.training import OffPolicy
-from rl_pipeline.transfers import HiddenWaits, Transfers
 from rl_pipeline.types import Episode, Learner, Metrics, StateError, VecEnv
 
 DRAIN_S = 60.0

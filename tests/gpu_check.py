@@ -15,15 +15,15 @@ import torch
 from conftest import settings
 from standin import StandIn, as_traced
 
-from rl_pipeline import graphs
 from rl_pipeline.buffers.rollout import RolloutBuffer
-from rl_pipeline.builders import CompilePlan, captured, choose_plan
-from rl_pipeline.graphs import CompileLog
+from rl_pipeline.engine import graphs
+from rl_pipeline.engine.compilers import CompilePlan, captured, choose_plan
+from rl_pipeline.engine.graphs import CompileLog
+from rl_pipeline.engine.phases import NullPhases
+from rl_pipeline.engine.precision import Arithmetic, choose_arithmetic
+from rl_pipeline.engine.runtime import Runtime, ThreadPlan
 from rl_pipeline.learners.dqn import DQN
 from rl_pipeline.learners.ppo import PPO
-from rl_pipeline.phases import NullPhases
-from rl_pipeline.precision import Arithmetic, choose_arithmetic
-from rl_pipeline.runtime import Runtime, ThreadPlan
 from rl_pipeline.types import Batch, Continuous, Discrete, EnvSpec, Step
 
 CUDA = torch.cuda.is_available()

@@ -11,12 +11,12 @@ from conftest import settings
 from standin import StandIn, as_traced
 from test_ppo import BOX, CPU, learner, random_rollout
 
-from rl_pipeline import builders, graphs
-from rl_pipeline.builders import Captured, CompilePlan, captured, choose_plan, dynamo
-from rl_pipeline.graphs import CompileError, CompileLog, GraphFunction, break_even, trace
-from rl_pipeline.models import FlatParameters
-from rl_pipeline.precision import Arithmetic
-from rl_pipeline.runtime import Runtime, ThreadPlan
+from rl_pipeline.engine import compilers, graphs
+from rl_pipeline.engine.compilers import Captured, CompilePlan, captured, choose_plan, dynamo
+from rl_pipeline.engine.flat import FlatParameters
+from rl_pipeline.engine.graphs import CompileError, CompileLog, GraphFunction, break_even, trace
+from rl_pipeline.engine.precision import Arithmetic
+from rl_pipeline.engine.runtime import Runtime, ThreadPlan
 from rl_pipeline.types import Discrete
 
 DOUBLE = Arithmetic(wide=torch.float64)
@@ -126,7 +126,7 @@ def test_a_captured_graph_sees_new_inputs_new_weights_and_changed_rows():
         assert compiled(rows)[0].item() == 6
         flat.values.zero_()
         assert compiled(rows)[0].item() == 0
-    assert capture.warm == builders.WARMUPS
+    assert capture.warm == compilers.WARMUPS
     assert capture.replays >= 3
 
 
@@ -327,11 +327,11 @@ def test_a_missing_compiler_is_answered_before_the_first_step(monkeypatch):
 def test_packages_are_kept_by_what_they_compute(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert builders.cache_dir() == tmp_path / "rl_pipeline"
+    assert compilers.cache_dir() == tmp_path / "rl_pipeline"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    assert builders.cache_dir() == tmp_path / "mine"
+    assert compilers.cache_dir() == tmp_path / "mine"
     x, y = torch.ones(2), torch.ones(3)
-    key = builders.package_key
+    key = compilers.package_key
     twice, thrice = (trace(lambda x, k=k: (x * k,), [x]) for k in (2, 3))
     keys = {
         key(twice, [x], {}), key(thrice, [x], {}), key(twice, [y], {}),
@@ -356,7 +356,7 @@ def test_ahead_of_time_equals_eager_and_is_cached(action, arithmetic, monkeypatc
     def make(build):
         return learner(**options, runtime=runtime(build, arithmetic=arithmetic))
 
-    eager, compiled = make(None), make(builders.ahead_of_time({}))
+    eager, compiled = make(None), make(compilers.ahead_of_time({}))
     start = eager.params.values.clone()
     moved = train(eager, action=action) - start
     difference = train(compiled, action=action) - start - moved
@@ -366,7 +366,7 @@ def test_ahead_of_time_equals_eager_and_is_cached(action, arithmetic, monkeypatc
         assert difference.norm() / moved.norm() <= 0.2
     metrics = compiled.update(random_rollout(compiled, action=action, seed=99), 0.0)
     assert float(metrics["health/max_abs_log_ratio_first_minibatch"]) < 1e-6
-    again = make(builders.ahead_of_time({}))
+    again = make(compilers.ahead_of_time({}))
     again.update(random_rollout(again, action=action), 0.0)
     assert all(e.cached for e in again._runtime.log.entries)
     assert not any(e.cached for e in compiled._runtime.log.entries)
@@ -375,11 +375,11 @@ def test_ahead_of_time_equals_eager_and_is_cached(action, arithmetic, monkeypatc
 @pytest.mark.slow
 def test_a_torn_package_is_built_again(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    call, _ = function(builders.ahead_of_time({}))
+    call, _ = function(compilers.ahead_of_time({}))
     assert call(torch.ones(2))[0].tolist() == [2, 2]
     (package,) = (tmp_path / "packages").glob("*.pt2")
     package.write_bytes(package.read_bytes()[:100])
-    call, log = function(builders.ahead_of_time({}))
+    call, log = function(compilers.ahead_of_time({}))
     assert call(torch.ones(2))[0].tolist() == [2, 2]
     assert not log.entries[0].cached
 

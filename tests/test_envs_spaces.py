@@ -11,14 +11,14 @@ from torch.distributions import Bernoulli, Categorical
 
 from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.config import ConfigError
+from rl_pipeline.engine.phases import NullPhases
+from rl_pipeline.engine.runtime import Runtime, ThreadPlan
 from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
 from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv
 from rl_pipeline.envs.spaces import Flattener
+from rl_pipeline.learners.distributions import make_distribution
 from rl_pipeline.learners.ppo import PPO
 from rl_pipeline.loops.sync import Counters, run
-from rl_pipeline.models import make_distribution
-from rl_pipeline.phases import NullPhases
-from rl_pipeline.runtime import Runtime, ThreadPlan
 from rl_pipeline.settings import EnvSettings, NetworkSettings, PPOSettings
 from rl_pipeline.types import Discrete, MultiBinary, MultiDiscrete
 from tests import counting

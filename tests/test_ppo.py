@@ -10,12 +10,13 @@ import torch
 from torch.distributions import Categorical, Independent, Normal
 
 from rl_pipeline.buffers.rollout import Rollout, RolloutBuffer
+from rl_pipeline.engine.flat import FlatParameters
+from rl_pipeline.engine.phases import NullPhases
+from rl_pipeline.engine.runtime import Runtime, ThreadPlan
+from rl_pipeline.learners.distributions import make_distribution
+from rl_pipeline.learners.losses import gae, masked_standardize, ppo_loss, row_weights
 from rl_pipeline.learners.normalizers import ObsNormalizer, RewardNormalizer
 from rl_pipeline.learners.ppo import PPO
-from rl_pipeline.losses import gae, masked_standardize, ppo_loss, row_weights
-from rl_pipeline.models import FlatParameters, make_distribution
-from rl_pipeline.phases import NullPhases
-from rl_pipeline.runtime import Runtime, ThreadPlan
 from rl_pipeline.settings import NetworkSettings, PPOSettings
 from rl_pipeline.types import Continuous, Discrete, EnvSpec, Step
 

@@ -8,16 +8,18 @@ import torch
 from conftest import settings
 from test_ppo import BOX, CPU, learner, random_rollout
 
-from rl_pipeline.models import ActorCritic, FlatParameters, make_distribution
-from rl_pipeline.optim import Adam, GradientStep
-from rl_pipeline.precision import (
+from rl_pipeline.engine.flat import FlatParameters
+from rl_pipeline.engine.optim import Adam, GradientStep
+from rl_pipeline.engine.precision import (
     JUDGED_UPDATES,
     Arithmetic,
     LossScale,
     choose_arithmetic,
     move_scale,
 )
-from rl_pipeline.runtime import Runtime, ThreadPlan
+from rl_pipeline.engine.runtime import Runtime, ThreadPlan
+from rl_pipeline.learners.distributions import make_distribution
+from rl_pipeline.learners.networks import ActorCritic
 from rl_pipeline.settings import NetworkSettings
 from rl_pipeline.types import Discrete, EnvSpec
 

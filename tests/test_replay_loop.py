@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from rl_pipeline.buffers.deque import DequeBuffer
+from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.envs.lanes import Lanes
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.schedule import Pace
 from rl_pipeline.loops.sync import Counters
-from rl_pipeline.phases import NullPhases, Phases
 from rl_pipeline.types import Discrete, EnvSpec, Step
 
 

@@ -15,20 +15,20 @@ from test_ppo import CPU, learner, random_rollout
 from rl_pipeline.buffers.deque import DequeBuffer
 from rl_pipeline.buffers.device import DeviceReplay
 from rl_pipeline.buffers.rollout import RolloutBuffer
+from rl_pipeline.engine.phases import NullPhases
+from rl_pipeline.engine.precision import Arithmetic
+from rl_pipeline.engine.runtime import Runtime, ThreadPlan
+from rl_pipeline.engine.transfers import Transfers
 from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
 from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv
 from rl_pipeline.learners.dqn import DQN
+from rl_pipeline.learners.networks import make_trunk
 from rl_pipeline.learners.normalizers import ObsNormalizer
 from rl_pipeline.learners.ppo import APPROX_KL, PPO
 from rl_pipeline.loops.sync import Counters, run
-from rl_pipeline.models import make_trunk
-from rl_pipeline.phases import NullPhases
-from rl_pipeline.precision import Arithmetic
-from rl_pipeline.runtime import Runtime, ThreadPlan
 from rl_pipeline.settings import ConfigError, DQNSettings, EnvSettings, NetworkSettings, PPOSettings
 from rl_pipeline.telemetry.window import Window
 from rl_pipeline.training import make_replay
-from rl_pipeline.transfers import Transfers
 from rl_pipeline.types import Discrete, EnvSpec, Step
 
 ROOT = str(Path(__file__).resolve().parents[1])

@@ -21,10 +21,10 @@ from hydra import compose, initialize_config_dir
 from experiments import frame
 from rl_pipeline import config
 from rl_pipeline.buffers.rollout import Rollout
+from rl_pipeline.engine.phases import NullPhases
+from rl_pipeline.engine.runtime import Runtime, make_runtime
 from rl_pipeline.learners.dqn import DQN
 from rl_pipeline.learners.ppo import PPO
-from rl_pipeline.phases import NullPhases
-from rl_pipeline.runtime import Runtime, make_runtime
 from rl_pipeline.settings import Settings
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.types import Batch, Continuous, Discrete, EnvSpec

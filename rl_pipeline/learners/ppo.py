@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 
 from rl_pipeline.buffers.rollout import Rollout
-from rl_pipeline.learners.normalizers import (
-    Identity,
-    ObsNormalizer,
-    RawReward,
-    RewardNormalizer,
-)
-from rl_pipeline.losses import PPOTerms, gae, ppo_loss, row_weights
-from rl_pipeline.models import ActorCritic, FlatParameters, Gaussian, make_distribution
-from rl_pipeline.phases import NullPhases, Phases
-from rl_pipeline.runtime import Runtime
+from rl_pipeline.engine.flat import FlatParameters
+from rl_pipeline.engine.phases import NullPhases, Phases
+from rl_pipeline.engine.runtime import Runtime
+from rl_pipeline.learners.distributions import Gaussian, make_distribution
+from rl_pipeline.learners.losses import PPOTerms, gae, ppo_loss, row_weights
+from rl_pipeline.learners.networks import ActorCritic
+from rl_pipeline.learners.normalizers import Identity, ObsNormalizer, RawReward, RewardNormalizer
 from rl_pipeline.settings import NetworkSettings, PPOSettings
 from rl_pipeline.types import EnvSpec, Metrics
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from rl_pipeline.buffers.rollout import RolloutBuffer
+from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.envs.lanes import Lanes
 from rl_pipeline.loops.schedule import Pace
-from rl_pipeline.phases import NullPhases, Phases
 from rl_pipeline.telemetry.window import Window
 from rl_pipeline.types import Metrics, ReplayBuffer, ReplayLearner, RolloutLearner, Step, VecEnv
 

@@ -41,12 +41,7 @@ from rl_pipeline.telemetry.store import (
 )
 from rl_pipeline.telemetry.stores import StoreError, database_of
 from rl_pipeline.telemetry.tail import CALL_VALUES, Batch, Tail
-from rl_pipeline.telemetry.tracker import (
-    REQUEST_FILE,
-    STATE_FILE,
-    kept_uri,
-    trains,
-)
+from rl_pipeline.telemetry.tracker import REQUEST_FILE, STATE_FILE, kept_uri, trains
 
 LOCK_FILE = ".writer.lock"
 

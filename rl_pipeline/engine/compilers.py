@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rl_pipeline.graphs import Builder, Call
+from rl_pipeline.engine.graphs import Builder, Call
 from rl_pipeline.settings import CompileSettings
 
 WARMUPS = 3

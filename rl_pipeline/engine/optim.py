@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from rl_pipeline.graphs import Call, calling
-from rl_pipeline.models import FlatParameters
-from rl_pipeline.precision import LossScale, move_scale
+from rl_pipeline.engine.flat import FlatParameters
+from rl_pipeline.engine.graphs import Call, calling
+from rl_pipeline.engine.precision import LossScale, move_scale
 
 BETA1, BETA2 = 0.9, 0.999
 

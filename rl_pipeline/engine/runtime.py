@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_pipeline.builders import Builder, CompilePlan, captured, choose_plan
 from rl_pipeline.cpus import cpu_budget, positive_int
-from rl_pipeline.graphs import Call, CompileLog, GraphFunction, calling
-from rl_pipeline.models import FlatParameters
-from rl_pipeline.optim import Adam, GradientStep, Loss
-from rl_pipeline.phases import NullPhases, Phases, SerialisedPhases
-from rl_pipeline.precision import FP32, Arithmetic, choose_arithmetic
+from rl_pipeline.engine.compilers import Builder, CompilePlan, captured, choose_plan
+from rl_pipeline.engine.flat import FlatParameters
+from rl_pipeline.engine.graphs import Call, CompileLog, GraphFunction, calling
+from rl_pipeline.engine.optim import Adam, GradientStep, Loss
+from rl_pipeline.engine.phases import NullPhases, Phases, SerialisedPhases
+from rl_pipeline.engine.precision import FP32, Arithmetic, choose_arithmetic
+from rl_pipeline.engine.transfers import Transfers
 from rl_pipeline.settings import Settings
-from rl_pipeline.transfers import Transfers
 
 STREAMS = ("envs", "eval", "init", "act", "update")
 """Independent random streams of a run; the order is part of what a seed means."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from rl_pipeline.models import Floats
+from rl_pipeline.learners.networks import Floats
 
 
 def numpy_forward(module: nn.Module) -> Callable[[np.ndarray], np.ndarray] | None:
