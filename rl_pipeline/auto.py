@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rl_pipeline.cpus import cpu_budget
+from rl_pipeline.machine import cpu_budget
 
 # Environments per core of the budget, or in all, by what steps them. Measured on 2 cores
 # (experiments/envs/table.md):

@@ -16,10 +16,11 @@ from omegaconf import DictConfig
 
 from rl_pipeline import checkpoint, config, origins, runs, stop
 from rl_pipeline.engine.runtime import Runtime, make_runtime, stream_seed
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.evaluate import evaluate
 from rl_pipeline.files import Claim, told, working_directory, write_json
 from rl_pipeline.session import Session
-from rl_pipeline.settings import ConfigError, PPOSettings, Settings
+from rl_pipeline.settings import PPOSettings, Settings
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import Progress
 from rl_pipeline.telemetry.provenance import changed_code, provenance

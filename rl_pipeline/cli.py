@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from rl_pipeline.config import near
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import working_directory
-from rl_pipeline.settings import ConfigError, Frozen
+from rl_pipeline.settings import Frozen
 
 
 def usage(model: type[Frozen]) -> str:

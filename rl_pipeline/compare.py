@@ -16,8 +16,9 @@ from pydantic import BeforeValidator, model_validator
 
 from rl_pipeline import cli
 from rl_pipeline.config import refusing
-from rl_pipeline.escape import plain
-from rl_pipeline.settings import ConfigError, Float, Frozen, PositiveFloat
+from rl_pipeline.errors import ConfigError
+from rl_pipeline.settings import Float, Frozen, PositiveFloat
+from rl_pipeline.terminal import plain
 
 
 class CompareSettings(Frozen):

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rl_pipeline import stats
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.findings import add_effects, damaged, in_words, make_notes
 from rl_pipeline.groups import Comparison, Group, group_keys, make_groups, tell_recipes, unknown_key
 from rl_pipeline.records import RunRecord, StudyRecord
-from rl_pipeline.settings import ConfigError
 from rl_pipeline.stats import Estimate, Parity
 
 PARITY_SHARE = 0.1

@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from rl_pipeline import files, memory, origins, stop, terminal
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import working_directory
 from rl_pipeline.origins import CONF, parse_overrides
 from rl_pipeline.runs import (
@@ -42,7 +43,7 @@ from rl_pipeline.runs import (
     with_resumed_overrides,
     with_resumed_sweep,
 )
-from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.settings import Settings
 from rl_pipeline.telemetry.stores import check_no_secrets
 
 # Options that DESIGN names and a later version brings: answered plainly, not as a misspelling.

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_pipeline import cli, processes
+from rl_pipeline import cli, machine
 from rl_pipeline.config import refusing
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import Claim, damage, read_json
-from rl_pipeline.settings import ConfigError, Frozen
+from rl_pipeline.settings import Frozen
 
 _TEMPORARY = ("*.tmp", "checkpoints/*.tmp", ".room", ".writer.lock")
 
@@ -180,8 +181,8 @@ def _ships(folder: Path) -> bool:
     """Whether a writer still works there."""
     from rl_pipeline.telemetry.tracker import STATE_FILE
 
-    writer = processes.read(read_json(folder / STATE_FILE).get("writer"))
-    return writer is not None and not processes.died_here(writer)
+    writer = machine.process_of(read_json(folder / STATE_FILE).get("writer"))
+    return writer is not None and not machine.died_here(writer)
 
 
 def _is_shipped(folder: Path) -> bool:

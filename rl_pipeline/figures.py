@@ -13,9 +13,9 @@ import numpy as np
 
 from rl_pipeline import stats
 from rl_pipeline.comparison import seconds_of, trained
-from rl_pipeline.escape import plain
 from rl_pipeline.findings import in_one_line, what_ran
 from rl_pipeline.groups import Comparison, Group, short
+from rl_pipeline.terminal import plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

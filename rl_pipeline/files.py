@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, ClassVar
 
 import psutil
 
-from rl_pipeline.settings import ConfigError
+from rl_pipeline.errors import ConfigError
 
 ROOM_BYTES = 64 * 1024
 """Kept free in a run folder for its last words on a full disk."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rl_pipeline.config import near
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.records import RunRecord
-from rl_pipeline.settings import ConfigError
 from rl_pipeline.stats import Effect, Estimate, Interaction, Parity
 
 SAME_RECIPE = (

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_pipeline import origins, runs
-from rl_pipeline.escape import plain
 from rl_pipeline.runs import multirun_of, own_overrides, passed_on
-from rl_pipeline.terminal import quoted
+from rl_pipeline.terminal import plain, quoted
 
 GRACE_S = 60.0
 """Between asking a job to stop and ending it."""
@@ -131,7 +130,7 @@ def run_here(overrides: list[str], number: int, hydra_overrides: list[str]) -> f
 
     Such processes are reused and a job's end would be theirs: it gets a fresh one all the same.
     """
-    from rl_pipeline.cpus import cpu_budget
+    from rl_pipeline.machine import cpu_budget
 
     study = json.loads(os.environ["RL_PIPELINE_STUDY"])
     with suppress(OSError):  # another machine may not have that folder

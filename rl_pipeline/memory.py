@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
 
-from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.errors import ConfigError
+from rl_pipeline.settings import Settings
 
 _ENV, _GAME, _PROCESS, _THREAD = 1_000, 100_000, 2_000_000, 16_000
 """Bytes of an environment, an Atari emulator, a worker process, a thread: all need more."""
@@ -91,7 +92,7 @@ def check(settings: Settings, available: int | None = None) -> None:
     if available is None:
         if needed < 100_000_000:
             return
-        from rl_pipeline.buffers.layout import available_memory
+        from rl_pipeline.machine import available_memory
 
         available = available_memory()
         if settings.device.name != "cpu" and not version("torch").endswith("+cpu"):

@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from rl_pipeline.settings import ConfigError
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.terminal import quoted, say
 
 PACKAGE = Path(__file__).parent

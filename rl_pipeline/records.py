@@ -13,9 +13,8 @@ import numpy as np
 
 from rl_pipeline import shapes
 from rl_pipeline.config import near
-from rl_pipeline.processes import sweeps_elsewhere
-from rl_pipeline.runs import STUDY_FILE, flatten
-from rl_pipeline.settings import ConfigError
+from rl_pipeline.errors import ConfigError
+from rl_pipeline.runs import STUDY_FILE, flatten, sweeps_elsewhere
 from rl_pipeline.telemetry import orphans
 from rl_pipeline.telemetry.final import final_metrics, machine_of
 from rl_pipeline.telemetry.provenance import changed_code

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_pipeline.escape import in_a_row, plain
 from rl_pipeline.files import working_directory
 from rl_pipeline.telemetry.stores import database_of, uri_of
-from rl_pipeline.terminal import in_shell, shell_line, shown_path
+from rl_pipeline.terminal import in_a_row, in_shell, plain, shell_line, shown_path
 
 if TYPE_CHECKING:
     from rl_pipeline.groups import Comparison, Group

@@ -18,9 +18,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_pipeline import origins
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import OURS, RUN_FILES, Claim, damage, read_json
+from rl_pipeline.machine import alive, process_of
 from rl_pipeline.origins import key_of, parse_overrides
-from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.settings import Settings
 from rl_pipeline.terminal import in_shell, quoted
 
 FIXED_ON_RESUME = (
@@ -384,3 +386,9 @@ def objective(result: dict[str, Any]) -> float:
     returns = result["returns"]
     values = (returns["eval_mean"], returns["train_mean"])
     return next((float(v) for v in values if v is not None), math.nan)
+
+
+def sweeps_elsewhere(study: dict[str, Any]) -> bool:
+    """Whether another process of this machine still runs the sweep that a study.json tells of."""
+    process = process_of(study.get("process"))
+    return process is not None and process[1] != os.getpid() and alive(*process)

@@ -37,10 +37,6 @@ NonNegative = Annotated[Float, Field(ge=0)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 
 
-class ConfigError(ValueError):
-    """A setting that cannot be: the message names it and the way out."""
-
-
 class Frozen(BaseModel):
     """Immutable, refuses unknown keys."""
 

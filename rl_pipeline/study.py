@@ -17,16 +17,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rl_pipeline import origins
 from rl_pipeline.config import check_place, near, refusing, sweep_settings, varied_keys
-from rl_pipeline.escape import plain
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import read_json, working_directory, write_json
+from rl_pipeline.machine import myself
 from rl_pipeline.origins import parse_overrides
-from rl_pipeline.processes import myself, sweeps_elsewhere
 from rl_pipeline.redaction import redact
-from rl_pipeline.runs import STUDY_FILE, flatten, has_run
-from rl_pipeline.settings import ConfigError, Settings
+from rl_pipeline.runs import STUDY_FILE, flatten, has_run, sweeps_elsewhere
+from rl_pipeline.settings import Settings
 from rl_pipeline.telemetry.stores import check_no_secrets
 from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, trains
-from rl_pipeline.terminal import command, in_shell, quoted, say, shell_line, shown_path
+from rl_pipeline.terminal import command, in_shell, plain, quoted, say, shell_line, shown_path
 
 _HANDED_ON = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 

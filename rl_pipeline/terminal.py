@@ -9,7 +9,6 @@ import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
-from rl_pipeline.escape import plain
 from rl_pipeline.files import working_directory
 from rl_pipeline.redaction import redact
 
@@ -123,3 +122,19 @@ def _other_word(value: str) -> bool:
         float(value)
         return True
     return False
+
+
+def plain(text: object) -> str:
+    r"""`text` with what does not print written out, as `\x1b`; lines and tabs stay.
+
+    So nothing steers a terminal (ANSI sequences), hides, or turns the direction of writing.
+    """
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
+        for c in str(text).replace("\r\n", "\n")
+    )
+
+
+def in_a_row(text: object) -> str:
+    """The same on one line."""
+    return " ".join(plain(text).split())

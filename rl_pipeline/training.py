@@ -61,8 +61,8 @@ def make_training(
 
             return Training(ppo, on_policy, None, {"bytes": rollout.nbytes})
         case DQNSettings() as algo:
-            from rl_pipeline.buffers.layout import available_memory
             from rl_pipeline.learners.dqn import DQN
+            from rl_pipeline.machine import available_memory
 
             dqn = DQN(algo, settings.network, envs.spec, runtime, phases)
             free = available_memory()

@@ -15,6 +15,7 @@ from replaying import Model, make_spec
 from test_buffers import KINDS, check_batch, make, tree_of
 from test_buffers_replay import add_row, outcome, play, scalar_spec
 
+from rl_pipeline import machine
 from rl_pipeline.buffers import layout
 from rl_pipeline.buffers.memmap import MemmapReplay
 from rl_pipeline.buffers.prefetch import Prefetch
@@ -73,15 +74,15 @@ def test_a_container_s_limit_counts(tmp_path):
     (tmp_path / "memory.max").write_text("3000000\n")
     (tmp_path / "memory.current").write_text("2500000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100000\n")
-    assert layout.available_memory(tmp_path) == 600_000
+    assert machine.available_memory(tmp_path) == 600_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert layout.available_memory(tmp_path) > 10_000_000
+    assert machine.available_memory(tmp_path) > 10_000_000
     old = tmp_path / "memory"
     old.mkdir()
     (old / "memory.limit_in_bytes").write_text("1000")
     (old / "memory.usage_in_bytes").write_text("400")
     (old / "memory.stat").write_text("total_inactive_file 0")
-    assert layout.available_memory(tmp_path) == 600
+    assert machine.available_memory(tmp_path) == 600
 
 
 def test_the_figure_needs_no_torch():

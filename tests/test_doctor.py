@@ -12,7 +12,7 @@ import psutil
 import pytest
 from trust import DEAD, LONG_S, ask, half_made, track, tracker_for, until
 
-from rl_pipeline import processes
+from rl_pipeline import machine
 from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry.tracker import create_parent
 
@@ -56,7 +56,7 @@ def test_what_died_is_closed_and_its_rows_have_a_line_that_ships_them(cli, train
     until(lambda: living.state().get("values"), "the other's first row")
     settings = TrackingSettings(name="server", uri=uri, experiment="trust")
     tags = {"study": "s", "kind": "study", "run_folder": "/x"}
-    mine = tags | {"process": json.dumps(processes.myself())}
+    mine = tags | {"process": json.dumps(machine.myself())}
     own = create_parent(settings, "own", mine, {}, cli.cwd)
     study = create_parent(settings, "s", tags | {"process": DEAD}, {}, cli.cwd)
     psutil.Process(dead.state()["writer_pid"]).suspend()
@@ -121,7 +121,7 @@ def test_what_is_no_store_is_told_and_left_as_it_is(cli, kind):
 
 
 def test_what_a_killed_making_left_is_removed(cli):
-    host, pid, started = processes.myself()
+    host, pid, started = machine.myself()
     dead, lives = (
         f".mlflow.db.{host}.{2**22 + 7}.1.new",
         f".mlflow.db.{host}.{pid}.{int(started)}.new",

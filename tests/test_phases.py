@@ -18,13 +18,13 @@ import torch
 
 import rl_pipeline
 from rl_pipeline.buffers.rollout import RolloutBuffer
-from rl_pipeline.cpus import cpu_budget
 from rl_pipeline.engine.phases import NullPhases, Phases, SerialisedPhases
 from rl_pipeline.engine.runtime import STREAMS, Runtime, ThreadPlan, stream_seed, thread_plan
 from rl_pipeline.engine.transfers import HiddenWaits, StagingRing
 from rl_pipeline.envs.lanes import Lanes
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.sync import Counters
+from rl_pipeline.machine import cpu_budget
 from rl_pipeline.telemetry.recorder import Recorder, bottleneck
 from rl_pipeline.types import Discrete, EnvSpec, Episode, Step
 

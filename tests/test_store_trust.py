@@ -14,9 +14,10 @@ import psutil
 import pytest
 from trust import DEAD, LONG_S, ask, half_made, track, tracker_for, until
 
-from rl_pipeline import processes, records, runs
+from rl_pipeline import machine, records, runs
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.redaction import redact, secrets_of
-from rl_pipeline.settings import ConfigError, TrackingSettings
+from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry import stores
 from rl_pipeline.telemetry.tracker import create_parent, kept_uri
 from rl_pipeline.telemetry.writer import request_of
@@ -48,7 +49,7 @@ def test_a_store_whose_making_was_killed_is_made_by_the_next_run(tmp_path, train
 
 @pytest.mark.slow
 def test_what_living_processes_and_other_machines_make_is_left_alone(tmp_path):
-    host, pid, started = processes.myself()
+    host, pid, started = machine.myself()
     database = tmp_path / "mlflow.db"
     names = [
         f".mlflow.db.{host}.{pid}.{int(started)}.new",
@@ -217,7 +218,7 @@ def test_a_password_of_the_environment_is_in_no_file_but_the_request(cli):
     told = [state["trouble"] for state in states if state["trouble"]]
     assert any("Exception" in text or "Error" in text for text in told)
     for state in states:  # they would drain for a minute
-        if processes.alive(*state["writer"]):
+        if machine.alive(*state["writer"]):
             psutil.Process(state["writer_pid"]).kill()
 
 

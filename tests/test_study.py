@@ -22,9 +22,9 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from hydra_plugins.rl_pipeline_plugins.process_launcher import ProcessLauncher, interleaved
-from rl_pipeline import config, jobs, processes, runs
+from rl_pipeline import config, jobs, machine, runs
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.groups import telling
-from rl_pipeline.settings import ConfigError
 from rl_pipeline.study import Study
 
 QUICK = ("debug=short", "tracking=none", "total_steps=300", "eval.episodes=0")
@@ -303,7 +303,7 @@ def test_what_goes_wrong_at_the_end_of_a_sweep_fails_it(monkeypatch, capsys):
 def test_a_sweep_that_still_runs_is_not_resumed(cli):
     folder = cli.cwd / "multirun" / "a"
     folder.mkdir(parents=True)
-    study = {"name": "n", "overrides": ["seed=1,2"], "process": processes.myself()}
+    study = {"name": "n", "overrides": ["seed=1,2"], "process": machine.myself()}
     (folder / "study.json").write_text(json.dumps(study))
     out = cli("study.resume=n", *QUICK)
     assert out.returncode == 2 and "its sweep still runs" in out.stderr

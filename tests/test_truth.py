@@ -21,12 +21,13 @@ from rl_pipeline.engine.runtime import Runtime, ThreadPlan
 from rl_pipeline.engine.transfers import Transfers
 from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
 from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.learners.dqn import DQN
 from rl_pipeline.learners.networks import make_trunk
 from rl_pipeline.learners.normalizers import ObsNormalizer
 from rl_pipeline.learners.ppo import APPROX_KL, PPO
 from rl_pipeline.loops.sync import Counters, run
-from rl_pipeline.settings import ConfigError, DQNSettings, EnvSettings, NetworkSettings, PPOSettings
+from rl_pipeline.settings import DQNSettings, EnvSettings, NetworkSettings, PPOSettings
 from rl_pipeline.telemetry.window import Window
 from rl_pipeline.training import make_replay
 from rl_pipeline.types import Discrete, EnvSpec, Step

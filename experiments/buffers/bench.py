@@ -25,8 +25,8 @@ import torch
 from experiments.buffers.contenders import CONTENDERS, HAVE_PRIORITIES, Contender, NotHere, Task
 from experiments.frame import QUICK, refuse_changes
 from rl_pipeline import figures, report
-from rl_pipeline.cpus import cpu_budget
 from rl_pipeline.engine.runtime import keep_freed_memory
+from rl_pipeline.machine import cpu_budget
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 
 HERE = Path(__file__).parent

@@ -26,7 +26,7 @@ from experiments import frame
 from experiments.envs import steppers
 from experiments.envs.paired import Cell, bar_of, summarize, take_turns
 from rl_pipeline import figures, report
-from rl_pipeline.cpus import cpu_budget
+from rl_pipeline.machine import cpu_budget
 from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry import tracker
 from rl_pipeline.telemetry.hardware import HardwareSampler

@@ -16,11 +16,12 @@ from hydra import compose, initialize_config_dir
 from experiments import frame
 from rl_pipeline import config
 from rl_pipeline.build import make_training_envs
-from rl_pipeline.cpus import cpu_budget
 from rl_pipeline.envs.differences import known_differences
 from rl_pipeline.envs.parity import Sample, Verdict, sample
 from rl_pipeline.envs.parity import compare as compare_samples
-from rl_pipeline.settings import ConfigError, EnvSettings, Settings
+from rl_pipeline.errors import ConfigError
+from rl_pipeline.machine import cpu_budget
+from rl_pipeline.settings import EnvSettings, Settings
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.types import VecEnv
 

@@ -17,10 +17,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from rl_pipeline import jobs, runs
-from rl_pipeline.cpus import cpu_budget
+from rl_pipeline.errors import ConfigError
+from rl_pipeline.machine import cpu_budget
 from rl_pipeline.origins import parse_overrides
 from rl_pipeline.runs import finished_jobs, free_number
-from rl_pipeline.settings import ConfigError
 
 
 class ProcessLauncher(Launcher):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
-import shutil
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -171,32 +169,3 @@ def refuse_if_too_large(
 
 def _gb(count: int) -> str:
     return f"{count / 1e9:,.2f} GB" if count >= 1e7 else f"{count:,} bytes"
-
-
-def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes this process may still use: of the machine, and of its cgroup (v2 or v1).
-
-    What the kernel can drop (inactive file pages) counts as available.
-    """
-    import psutil
-
-    available = psutil.virtual_memory().available
-    files = (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    )
-    for limit, usage, droppable in files:
-        path = cgroup / limit
-        if path.exists() and (text := path.read_text().strip()) != "max":
-            stat = (path.parent / "memory.stat").read_text().split()
-            inactive = int(stat[stat.index(droppable) + 1]) if droppable in stat else 0
-            left = int(text) - int((cgroup / usage).read_text()) + inactive
-            available = min(available, max(left, 0))
-    return available
-
-
-def available_disk(folder: Path) -> int:
-    """Bytes free where `folder` is or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
+from rl_pipeline import machine
 from rl_pipeline.buffers import kernels, layout
 from rl_pipeline.buffers.replay import Replay
 from rl_pipeline.types import EnvSpec
@@ -44,14 +45,14 @@ class MemmapReplay(Replay):
             raise
 
     def _allocate_frames(self, shape: tuple[int, int]) -> np.ndarray:
-        memory = layout.available_memory()
+        memory = machine.available_memory()
         layout.refuse_if_too_large(self.layout, memory, "of memory", counts="small")
         about, path = self._folder / "replay.json", self._folder / "observations.bin"
         kind = {"rows": list(shape), "word": self._word.name}
         known = json.loads(about.read_text()) if about.exists() else {}
         if any(known.get(key) != value for key, value in kind.items()):
             if not path.exists():
-                free = layout.available_disk(self._folder)
+                free = machine.available_disk(self._folder)
                 layout.refuse_if_too_large(self.layout, free, "of disk", counts="frames")
             known = {**kind, "id": uuid.uuid4().hex}
             with path.open("wb") as file:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_pipeline import machine
 from rl_pipeline.buffers import kernels, layout
 from rl_pipeline.buffers.ring import BAD_PRIORITIES, Priorities, Ring, Sequences, as_float64
 from rl_pipeline.types import Batch, SequenceBatch
@@ -49,7 +50,7 @@ class Replay(Ring):
         self._stores = bool(self._states) or plan.prioritized
 
     def _allocate_frames(self, shape: tuple[int, int]) -> np.ndarray:
-        layout.refuse_if_too_large(self.layout, layout.available_memory(), "of memory")
+        layout.refuse_if_too_large(self.layout, machine.available_memory(), "of memory")
         return layout.zeros(shape, self._word)
 
     @property

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_pipeline.cpus import cpu_budget, positive_int
 from rl_pipeline.engine.compilers import Builder, CompilePlan, captured, choose_plan
 from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.engine.graphs import Call, CompileLog, GraphFunction, calling
@@ -22,6 +21,7 @@ from rl_pipeline.engine.optim import Adam, GradientStep, Loss
 from rl_pipeline.engine.phases import NullPhases, Phases, SerialisedPhases
 from rl_pipeline.engine.precision import FP32, Arithmetic, choose_arithmetic
 from rl_pipeline.engine.transfers import Transfers
+from rl_pipeline.machine import cpu_budget, positive_int
 from rl_pipeline.settings import Settings
 
 STREAMS = ("envs", "eval", "init", "act", "update")

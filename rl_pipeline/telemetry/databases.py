@@ -14,7 +14,7 @@ from urllib.request import url2pathname
 
 from filelock import FileLock
 
-from rl_pipeline.processes import alive, myself
+from rl_pipeline.machine import alive, myself
 from rl_pipeline.telemetry.stores import StoreError, check_database, uri_of
 
 ARTIFACTS = "mlartifacts"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_pipeline import processes
+from rl_pipeline import machine
 from rl_pipeline.files import read_json
 from rl_pipeline.telemetry.tracker import REQUEST_FILE, STATE_FILE, run_key_of, trains
 
@@ -44,7 +44,7 @@ class Running:
 def is_study(tags: Mapping[str, str]) -> bool:
     """Whether a run is the parent of a sweep of ours: others may use the same words."""
     process = tags.get("process")
-    plain = process is None or processes.read(process) is not None
+    plain = process is None or machine.process_of(process) is not None
     return tags.get("kind") == "study" and "study" in tags and plain
 
 
@@ -58,7 +58,7 @@ def find(store: Store) -> list[Running]:
     # A JSON list: most foreign runs stay in the store. (A `[` is special to one of the databases.)
     for run in store.search("attributes.status = 'RUNNING' and tags.process LIKE '%]'"):
         tags = run.data.tags
-        process = processes.read(tags.get("process"))
+        process = machine.process_of(tags.get("process"))
         if process and _is_ours(tags) and process[0] == socket.gethostname():
             found.append(Running(run.info.run_id, run.info.run_name, _lives(tags), tags))
     return found
@@ -77,7 +77,7 @@ def _lives(tags: Mapping[str, str]) -> bool:
 
 
 def _dead(process: object) -> bool:
-    return process is None or processes.died_here(process) or processes.read(process) is None
+    return process is None or machine.died_here(process) or machine.process_of(process) is None
 
 
 def end(store: Store, run: Running) -> str:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.redaction import holds_secret, redact
-from rl_pipeline.settings import ConfigError, TrackingSettings
+from rl_pipeline.settings import TrackingSettings
 
 _SCHEMES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks"}
 _DATABASES = ("postgresql", "mysql", "mssql")

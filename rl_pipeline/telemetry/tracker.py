@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_pipeline import processes
+from rl_pipeline import machine
 from rl_pipeline.files import read_json, working_directory, write_json
 from rl_pipeline.redaction import HIDDEN, redact
 from rl_pipeline.settings import TrackingSettings
@@ -92,7 +92,7 @@ class Tracker:
         earlier = read_json(path := self._run_dir / REQUEST_FILE)
         if path.exists() and run_key_of(earlier) is None:
             _log.warning("%s is damaged and written anew", path)
-        host, pid, started = processes.myself()
+        host, pid, started = machine.myself()
         self._request |= {
             "host": host,
             "pid": pid,
@@ -277,8 +277,8 @@ def _child_environment() -> dict[str, str]:
 
 def trains(request: Mapping[str, Any]) -> bool:
     """Whether the process that wrote this REQUEST_FILE still runs, on this machine."""
-    process = processes.read([request.get(key) for key in ("host", "pid", "pid_started")])
-    return process is not None and processes.alive(*process)
+    process = machine.process_of([request.get(key) for key in ("host", "pid", "pid_started")])
+    return process is not None and machine.alive(*process)
 
 
 # -- where a run's store is -----------------------------------------------------------------------

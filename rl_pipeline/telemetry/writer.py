@@ -24,7 +24,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from rl_pipeline import processes
+from rl_pipeline import machine
 from rl_pipeline.files import read_json, write_json
 from rl_pipeline.redaction import redact
 from rl_pipeline.telemetry import orphans, views
@@ -58,7 +58,7 @@ class Shipper:
         self._state |= {"uri": redact(uri, uri), "writer_pid": os.getpid()}
         self._state |= {"ready": False, "finished": False, "trouble": None, "calls": 0, "values": 0}
         self._state |= {"startup_s": None, "startup_cpu_s": None, "cpu_s": 0.0, "refused": 0}
-        self._state["writer"] = processes.myself()
+        self._state["writer"] = machine.myself()
         self._request["tags"]["writer"] = json.dumps(self._state["writer"])
         # The trainer's launch counts, where there is one: the interpreter's own start is in it.
         self._began = self._request["started"] if follow else time.time()
