@@ -18,7 +18,7 @@ _PACKAGES = (
     "mujoco", "ray",
 )  # fmt: skip
 _DIRTY_FILES = 20
-_NO_CODE = re.compile(r"experiments/.*(\.json|/)$|.*\.(md|csv|png|log|db)$")
+_NO_CODE = re.compile(r"experiments/.*(\.jsonl?|/)$|.*\.(md|csv|png|log|db)$")
 
 
 def provenance(cwd: Path) -> dict[str, Any]:
