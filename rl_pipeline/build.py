@@ -14,18 +14,20 @@ import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from rl_pipeline import checkpoint, config, origins, runs, stop
+from rl_pipeline import checkpoint, stop
+from rl_pipeline.config import folders, load, origins
+from rl_pipeline.config.settings import PPOSettings, Settings
 from rl_pipeline.engine.runtime import Runtime, make_runtime, stream_seed
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.evaluate import evaluate
 from rl_pipeline.files import Claim, told, working_directory, write_json
 from rl_pipeline.session import Session
-from rl_pipeline.settings import PPOSettings, Settings
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import Progress
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.telemetry.recorder import Recorder
-from rl_pipeline.telemetry.tracker import NullTracker, Tracker, kept_uri
+from rl_pipeline.telemetry.stores import kept_uri
+from rl_pipeline.telemetry.tracker import NullTracker, Tracker
 from rl_pipeline.terminal import quoted, say, shell_line
 from rl_pipeline.training import make_training
 from rl_pipeline.types import Learner, VecEnv
@@ -91,17 +93,17 @@ def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tra
         "mlflow.source.name": "rl_pipeline.train",
         "mlflow.source.type": "LOCAL",
         "mlflow.note.content": describe(settings, facts),
-        **{f"effective.{k}": str(v) for k, v in runs.flatten(facts["effective"]).items()},
+        **{f"effective.{k}": str(v) for k, v in folders.flatten(facts["effective"]).items()},
     }
     if name := settings.study.name or study.get("name"):
         tags["study"] = name
     if study:
-        tags["job"] = runs.digest(facts["overrides"])
+        tags["job"] = folders.digest(facts["overrides"])
     if git:
         tags["mlflow.source.git.commit"] = git
     if changed := changed_code(facts["provenance"]):
         tags["changed_code"] = ", ".join(changed)
-    params = runs.flatten(settings.model_dump(mode="json")) | {"seed": facts["seed"]}
+    params = folders.flatten(settings.model_dump(mode="json")) | {"seed": facts["seed"]}
     return Tracker(
         folder, tracking, run_name=facts["name"], params=params, tags=tags,
         parent_run_id=study.get("parent_run_id"),
@@ -146,7 +148,7 @@ def make_facts(
     composed_from: dict[str, Any],
 ) -> dict[str, Any]:
     """What result.json says about a run before its first step."""
-    study, name = runs.multirun_of(overrides)
+    study, name = folders.multirun_of(overrides)
     plan = runtime.threads
     effective = requested(settings) | {
         "num_envs": settings.backend.num_envs,
@@ -231,9 +233,9 @@ def make_session(
     """
     saved, state = None, None
     if settings.resume:
-        saved = runs.record_of(folder)
+        saved = folders.record_of(folder)
         state = load_checkpoint(folder)
-    run_id = saved["run_id"] if saved else runs.run_id_of(folder)
+    run_id = saved["run_id"] if saved else folders.run_id_of(folder)
     if settings.seed is not None:
         seed = settings.seed
     else:
@@ -304,7 +306,7 @@ def _is_ours(error: ValueError) -> bool:
 def train(cfg: DictConfig) -> dict[str, Any]:
     """Run one job of a Hydra app; returns result.json's object."""
     hydra = HydraConfig.get()
-    settings = config.load(cfg)
+    settings = load.load(cfg)
     overrides = [o for o in hydra.overrides.task if not o.startswith("resume=")]
     folder = Path(hydra.runtime.output_dir)
     try:

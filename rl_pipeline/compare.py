@@ -14,10 +14,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, model_validator
 
-from rl_pipeline import cli
-from rl_pipeline.config import refusing
+from rl_pipeline.config import cli
+from rl_pipeline.config.app import refusing
+from rl_pipeline.config.settings import Float, Frozen, PositiveFloat
 from rl_pipeline.errors import ConfigError
-from rl_pipeline.settings import Float, Frozen, PositiveFloat
 from rl_pipeline.terminal import plain
 
 

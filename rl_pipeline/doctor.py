@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_pipeline import cli, machine
-from rl_pipeline.config import refusing
+from rl_pipeline import machine
+from rl_pipeline.config import cli
+from rl_pipeline.config.app import refusing
+from rl_pipeline.config.settings import Frozen
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import Claim, damage, read_json
-from rl_pipeline.settings import Frozen
 
 _TEMPORARY = ("*.tmp", "checkpoints/*.tmp", ".room", ".writer.lock")
 
@@ -135,7 +136,7 @@ def _running(store: object, fix: bool) -> Iterator[Finding]:
 
 
 def _folders(fix: bool) -> Iterator[Finding]:
-    from rl_pipeline.telemetry.tracker import REQUEST_FILE
+    from rl_pipeline.config.folders import REQUEST_FILE
 
     signs = ("run.json", REQUEST_FILE, ".room")
     places = [Path(root) for root in ("outputs", "multirun")]
@@ -154,7 +155,7 @@ def _folders(fix: bool) -> Iterator[Finding]:
 
 
 def _unshipped(folder: Path) -> Iterator[Finding]:
-    from rl_pipeline.telemetry.tracker import REQUEST_FILE
+    from rl_pipeline.config.folders import REQUEST_FILE
 
     path = folder / REQUEST_FILE
     if not path.exists():
@@ -179,7 +180,7 @@ def _unborn(folder: Path, fix: bool) -> Iterator[Finding]:
 
 def _ships(folder: Path) -> bool:
     """Whether a writer still works there."""
-    from rl_pipeline.telemetry.tracker import STATE_FILE
+    from rl_pipeline.config.folders import STATE_FILE
 
     writer = machine.process_of(read_json(folder / STATE_FILE).get("writer"))
     return writer is not None and not machine.died_here(writer)
@@ -187,7 +188,7 @@ def _ships(folder: Path) -> bool:
 
 def _is_shipped(folder: Path) -> bool:
     """Whether a writer came to the end of everything that the run left."""
-    from rl_pipeline.telemetry.tracker import STATE_FILE
+    from rl_pipeline.config.folders import STATE_FILE
 
     state, rows = read_json(folder / STATE_FILE), folder / "metrics.jsonl"
     size = rows.stat().st_size if rows.is_file() else 0

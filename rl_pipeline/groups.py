@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rl_pipeline.config import near
+from rl_pipeline.config.options import near
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.records import RunRecord
 from rl_pipeline.stats import Effect, Estimate, Interaction, Parity

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_pipeline import origins, runs
-from rl_pipeline.runs import multirun_of, own_overrides, passed_on
+from rl_pipeline.config import folders, origins
+from rl_pipeline.config.folders import multirun_of, own_overrides, passed_on
 from rl_pipeline.terminal import plain, quoted
 
 GRACE_S = 60.0
@@ -61,7 +61,7 @@ def run(job: Job, started: Callable[[subprocess.Popen[bytes]], Any] = lambda _: 
     result: dict[str, Any] = {}
     with suppress(FileNotFoundError):
         result = json.loads((job.folder / "result.json").read_text())
-    objective = runs.objective(result)
+    objective = folders.objective(result)
     if result.get("status") == "finished":
         rate, seconds = result["throughput"]["env_steps_per_s"], time.monotonic() - begin
         after = f"; its process then ended badly: {forced or f'exit code {code}'}" if code else ""

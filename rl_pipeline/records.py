@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl_pipeline import shapes
-from rl_pipeline.config import near
+from rl_pipeline.config.folders import STUDY_FILE, flatten, sweeps_elsewhere
+from rl_pipeline.config.options import near
 from rl_pipeline.errors import ConfigError
-from rl_pipeline.runs import STUDY_FILE, flatten, sweeps_elsewhere
 from rl_pipeline.telemetry import orphans
 from rl_pipeline.telemetry.final import final_metrics, machine_of
 from rl_pipeline.telemetry.provenance import changed_code

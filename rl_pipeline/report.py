@@ -14,23 +14,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_pipeline.files import working_directory
-from rl_pipeline.telemetry.stores import database_of, uri_of
-from rl_pipeline.terminal import in_a_row, in_shell, plain, shell_line, shown_path
+from rl_pipeline.terminal import in_a_row, plain, shell_line, shown_path
 
 if TYPE_CHECKING:
     from rl_pipeline.groups import Comparison, Group
     from rl_pipeline.stats import Estimate
 from rl_pipeline.findings import in_one_line
-
-
-def wide_console() -> Console:
-    """The terminal; elsewhere wide enough that tables in logs are not folded."""
-    # No markup and no emoji: names, reasons and paths may hold brackets and colons.
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 160
-    return console
+from rl_pipeline.telemetry.stores import how_to_open, server_of
+from rl_pipeline.terminal import wide_console
 
 
 def print_summary(result: dict[str, Any], console: Console | None = None) -> None:
@@ -144,25 +135,6 @@ def _evaluating(result: dict[str, Any]) -> str:
 def _startup(result: dict[str, Any]) -> str:
     seconds = result["startup"].get("until_first_step_s")
     return "?" if seconds is None else f"{seconds:.1f}"
-
-
-def how_to_open(uri: str) -> str:
-    """How to look at a store."""
-    if uri.startswith("http"):
-        return f"open {uri}"
-    if uri == uri_of(working_directory() / "mlflow.db"):
-        return "make ui  (or: mlflow ui --backend-store-uri sqlite:///mlflow.db)"
-    database = database_of(uri)
-    if database and "%" in uri and re.fullmatch(r"[\w.-]+", database.name):
-        # MLflow's server makes a folder of the quoted path: better none is in it.
-        folder = in_shell(str(database.parent))
-        return f"cd {folder} && mlflow ui --backend-store-uri sqlite:///{database.name}"
-    return f"mlflow ui --backend-store-uri {in_shell(uri)}"
-
-
-def server_of(uri: str) -> str:
-    """Where the pages of a store are: its own server, or where `make ui` puts one."""
-    return uri if uri.startswith("http") else "http://127.0.0.1:5000"
 
 
 # -- comparisons ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from rl_pipeline.checkpoint import Checkpoints
+from rl_pipeline.config.settings import Settings
 from rl_pipeline.engine.graphs import CompileLog
 from rl_pipeline.engine.phases import NullPhases, Phases, SerialisedPhases
 from rl_pipeline.engine.transfers import HiddenWaits, Transfers
@@ -22,7 +23,6 @@ from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import give_room, told, why_not, write_json
 from rl_pipeline.loops import sync
 from rl_pipeline.redaction import redact
-from rl_pipeline.settings import Settings
 from rl_pipeline.stop import Killed, StopRequest, no_exit
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView

@@ -109,7 +109,7 @@ class Study(_Shape):
     @field_validator("baseline")
     @classmethod
     def _levels(cls, value: str | None) -> str | None:
-        from rl_pipeline.cli import levels
+        from rl_pipeline.config.cli import levels
 
         levels(value or {})
         return value

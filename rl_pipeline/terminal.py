@@ -7,10 +7,13 @@ import re
 import shlex
 import sys
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rl_pipeline.files import working_directory
 from rl_pipeline.redaction import redact
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class _Steady:
@@ -138,3 +141,14 @@ def plain(text: object) -> str:
 def in_a_row(text: object) -> str:
     """The same on one line."""
     return " ".join(plain(text).split())
+
+
+def wide_console() -> Console:
+    """The terminal; elsewhere wide enough that tables in logs are not folded."""
+    from rich.console import Console
+
+    # No markup and no emoji: names, reasons and paths may hold brackets and colons.
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160
+    return console

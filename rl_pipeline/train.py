@@ -17,10 +17,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from rl_pipeline import config, files, runs, terminal
+from rl_pipeline import files, terminal
+from rl_pipeline.config import app, folders
+from rl_pipeline.config.origins import CONF
+from rl_pipeline.errors import ConfigError
 
 
-@hydra.main(version_base="1.3", config_path=str(config.CONF), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def _train(cfg: DictConfig) -> float:
     """Train once; the objective of a sweep is the evaluated return."""
     hydra_config = HydraConfig.get()
@@ -41,7 +44,7 @@ def _train(cfg: DictConfig) -> float:
             line = terminal.command("train", resume=terminal.shown_path(str(folder)))
             terminal.say(f"continue with\n  {line}")
         raise
-    except config.ConfigError:
+    except ConfigError:
         raise
     except Exception as error:
         if isinstance(error, OSError) and files.of_the_disk(error):
@@ -53,12 +56,12 @@ def _train(cfg: DictConfig) -> float:
             terminal.say(f"folder: {terminal.shown_path(str(folder))}")
         sys.exit(1)
     report.print_summary(result)
-    return runs.objective(result)
+    return folders.objective(result)
 
 
 def main() -> None:
     """Entry point."""
-    config.run_main(_train)
+    app.run_main(_train)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from rl_pipeline.config.settings import DQNSettings, PPOSettings, Settings
 from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.engine.runtime import Runtime, stream_seed
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.schedule import Pace
-from rl_pipeline.settings import DQNSettings, PPOSettings, Settings
 from rl_pipeline.types import EnvSpec, Learner, ReplayBuffer, VecEnv
 
 

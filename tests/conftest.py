@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from waiting import Brood, finish, until
 
+from rl_pipeline.config import load
+from rl_pipeline.config.origins import CONF
+
 # Two test workers on two cores: one thread each, before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -31,17 +34,14 @@ def compose(*overrides: str) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    from rl_pipeline import config
-
-    with initialize_config_dir(str(config.CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         return hydra_compose("config", overrides=list(overrides))
 
 
 def settings(*overrides: str) -> Any:
     """Checked settings."""
-    from rl_pipeline import config
 
-    return config.load(compose(*overrides))
+    return load.load(compose(*overrides))
 
 
 class Cli:

@@ -9,8 +9,8 @@ import sys
 import pytest
 from conftest import settings
 
-from rl_pipeline.auto import resolve
-from rl_pipeline.config import ConfigError
+from rl_pipeline.config.auto import resolve
+from rl_pipeline.errors import ConfigError
 
 
 def pick(name, kind, cores, num_envs="auto", lanes=1, **algo):
@@ -90,7 +90,8 @@ def test_bad_values_beside_auto_are_still_named(override, words):
 
 
 def test_auto_imports_nothing_heavy():
-    code = "import sys, rl_pipeline.auto; print({'torch', 'numpy', 'hydra'} & sys.modules.keys())"
+    heavy = "{'torch', 'numpy', 'hydra'}"
+    code = f"import sys, rl_pipeline.config.auto; print({heavy} & sys.modules.keys())"
     out = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
     assert out.stdout.strip() == "set()"
 
@@ -104,7 +105,7 @@ def test_what_was_asked_and_what_was_chosen_are_both_known():
 
 
 def test_a_resume_keeps_what_was_chosen(tmp_path):
-    from rl_pipeline.runs import with_resumed_overrides
+    from rl_pipeline.config.resume import with_resumed_overrides
 
     record = {
         "run_id": "r1",

@@ -20,10 +20,10 @@ from scipy.stats import binom
 from rl_pipeline import compare as compare_door
 from rl_pipeline import figures, findings, records, report
 from rl_pipeline.comparison import compare
+from rl_pipeline.config.folders import flatten
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.groups import Comparison
 from rl_pipeline.records import RunRecord, StudyRecord
-from rl_pipeline.runs import flatten
 from rl_pipeline.telemetry import tracker
 
 STEPS = 100_000

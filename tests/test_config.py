@@ -19,13 +19,14 @@ from conftest import compose, settings
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from rl_pipeline import config, memory
-from rl_pipeline.config import ConfigError
+from rl_pipeline.config import app, checks, explain, load, memory, options
+from rl_pipeline.config.origins import CONF
+from rl_pipeline.errors import ConfigError
 
 SAMPLES = "cartpole lunarlander halfcheetah pong atari gym envpool dm_control minigrid procgen"
 OPTIONS = [
     f"{group.name}={option.stem}"
-    for group in sorted(config.CONF.iterdir())
+    for group in sorted(CONF.iterdir())
     if group.is_dir() and group.name not in ("hydra", "recipe", "sweep", "local")
     for option in sorted(group.glob("*.yaml"))
     if group.name != "env" or option.stem in SAMPLES.split()
@@ -35,7 +36,7 @@ OPTIONS = [
 @pytest.mark.parametrize("override", OPTIONS)
 def test_every_option_composes_to_valid_settings(override):
     group, option = override.split("=")
-    text = (config.CONF / group / f"{option}.yaml").read_text()
+    text = (CONF / group / f"{option}.yaml").read_text()
     extra = ["env.id=CartPole-v1"] if "id: ???" in text else []
     if override == "env=atari":
         extra += ["env.envpool_id=Pong-v5"]
@@ -63,9 +64,9 @@ def test_every_option_composes_to_valid_settings(override):
 )
 def test_recipes_apply_and_the_command_line_wins_over_them(env, recipe):
     """The task's own where there is one, else its family's, else none."""
-    assert config.recipe_of("ppo", env) == recipe
+    assert options.recipe_of("ppo", env) == recipe
     plain, none = settings(f"env={env}"), settings(f"env={env}", "recipe=none")
-    given = OmegaConf.load(config.CONF / "recipe" / f"{recipe}.yaml")
+    given = OmegaConf.load(CONF / "recipe" / f"{recipe}.yaml")
     for key, value in given.algo.items():
         assert getattr(plain.algo, key) == value
     assert plain.algo != none.algo == settings("env=gym", "env.id=CartPole-v1").algo
@@ -75,7 +76,7 @@ def test_recipes_apply_and_the_command_line_wins_over_them(env, recipe):
 
 
 def test_the_57_games_and_the_mujoco_tasks_go_by_name():
-    files = {file.stem: OmegaConf.load(file) for file in (config.CONF / "env").glob("*.yaml")}
+    files = {file.stem: OmegaConf.load(file) for file in (CONF / "env").glob("*.yaml")}
     tasks = {name: task for name, task in files.items() if not OmegaConf.is_missing(task, "id")}
     games = {name: task for name, task in tasks.items() if "base/atari@_here_" in task.defaults}
     assert len(games) == 57
@@ -96,9 +97,9 @@ def test_a_recipe_of_ones_own_wins_over_the_family_s(tmp_path, monkeypatch):
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "ppo_pong.yaml").write_text("# @package _global_\n")
     monkeypatch.chdir(tmp_path)
-    assert config.recipe_of("ppo", "pong") == "ppo_pong"
-    assert config.recipe_of("ppo", "breakout") == "ppo_atari"
-    assert config.recipe_of("ppo", "mine") == "ppo_mine"
+    assert options.recipe_of("ppo", "pong") == "ppo_pong"
+    assert options.recipe_of("ppo", "breakout") == "ppo_atari"
+    assert options.recipe_of("ppo", "mine") == "ppo_mine"
 
 
 @pytest.mark.parametrize("env", ["cartpole", "acrobot", "lunarlander", "pong"])
@@ -175,7 +176,7 @@ def test_bad_values_name_the_setting_and_the_way_out(overrides, words):
 def test_composition_errors_are_explained(override, words):
     with pytest.raises(Exception) as error:  # noqa: B017, PT011 - any of Hydra's
         compose(override)
-    text = config.explain_composition(error.value)
+    text = explain.explain_composition(error.value)
     for word in words:
         assert word in text
 
@@ -207,9 +208,9 @@ FILES = {
 def refused(*overrides: str) -> str:
     """What is said of a line that is refused."""
     said = io.StringIO()
-    with pytest.raises(config.Refused), redirect_stderr(said), config.refusing():
-        config._check_arguments(list(overrides))
-        config.check_machine(settings(*overrides))
+    with pytest.raises(app.Refused), redirect_stderr(said), app.refusing():
+        app._check_arguments(list(overrides))
+        checks.check_machine(settings(*overrides))
     assert len(said.getvalue()) < 5000 and said.getvalue().isprintable() is False
     return said.getvalue()
 
@@ -289,7 +290,7 @@ ODD = [None, "", math.nan, -math.inf, -1, 0, 1e300, True, [], [1, [2]], {}, {"na
 
 def test_no_value_of_a_setting_raises_anything_but_an_answer():
     values = OmegaConf.to_container(compose("env=pong"))
-    for number, key in enumerate(config.known_keys() * 3):
+    for number, key in enumerate(options.known_keys() * 3):
         *parents, last = key.split(".")
         trial = copy.deepcopy(values)
         place = trial
@@ -298,13 +299,13 @@ def test_no_value_of_a_setting_raises_anything_but_an_answer():
             place = place[name]
         place[last] = ODD[number * 5 % len(ODD)]
         with suppress(ConfigError):
-            config.check_machine(config.load(OmegaConf.create(trial)))
+            checks.check_machine(load.load(OmegaConf.create(trial)))
 
 
 @pytest.mark.parametrize("place", ["", " ", "a\0", "a/${b}"])
 def test_a_folder_that_hydra_cannot_work_in_is_refused(place):
     with pytest.raises(ConfigError, match=r"hydra\.run\.dir"):
-        config.check_place("hydra.run.dir", place)
+        checks.check_place("hydra.run.dir", place)
 
 
 def test_bad_lines_end_fast_with_code_2_and_leave_nothing(cli):

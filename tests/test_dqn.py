@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from rl_pipeline.buffers.deque import DequeBuffer
+from rl_pipeline.config.settings import DQNSettings, NetworkSettings
 from rl_pipeline.engine.phases import NullPhases
 from rl_pipeline.engine.runtime import Runtime, ThreadPlan
 from rl_pipeline.learners.dqn import DQN
 from rl_pipeline.learners.losses import PRIORITY_EPS, dqn_loss, td_target
 from rl_pipeline.learners.networks import QNetwork
 from rl_pipeline.learners.policies import EpsilonGreedy, numpy_forward
-from rl_pipeline.settings import DQNSettings, NetworkSettings
 from rl_pipeline.types import Batch, Continuous, Discrete, EnvSpec, Step
 
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ import pytest
 from gymnasium.vector import AutoresetMode
 from waiting import slowness
 
+from rl_pipeline.config.settings import AtariSettings, EnvSettings
 from rl_pipeline.envs.envpool import EnvPoolVecEnv
 from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
 from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv, WorkerError
 from rl_pipeline.envs.gymnasium_native import GymnasiumNativeVecEnv
 from rl_pipeline.envs.lanes import Lanes
-from rl_pipeline.settings import AtariSettings, EnvSettings
 from rl_pipeline.types import Continuous, Discrete, Episode
 
 ROOT = str(Path(__file__).resolve().parents[1])
@@ -806,7 +806,7 @@ def test_missing_packages_are_named(monkeypatch):
 def test_backends_import_only_what_they_use():
     code = (
         "import sys; from rl_pipeline.envs.gymnasium import GymnasiumVecEnv as V\n"
-        "from rl_pipeline.settings import EnvSettings as S\n"
+        "from rl_pipeline.config.settings import EnvSettings as S\n"
         "V(S(name='c', id='CartPole-v1'), 1, 0).reset()\n"
         "print([m for m in ('envpool', 'ale_py', 'cv2', 'mujoco', 'torch') if m in sys.modules])"
     )

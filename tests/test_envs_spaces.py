@@ -10,16 +10,16 @@ from gymnasium import spaces
 from torch.distributions import Bernoulli, Categorical
 
 from rl_pipeline.buffers.rollout import RolloutBuffer
-from rl_pipeline.config import ConfigError
+from rl_pipeline.config.settings import EnvSettings, NetworkSettings, PPOSettings
 from rl_pipeline.engine.phases import NullPhases
 from rl_pipeline.engine.runtime import Runtime, ThreadPlan
 from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
 from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv
 from rl_pipeline.envs.spaces import Flattener
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.learners.distributions import make_distribution
 from rl_pipeline.learners.ppo import PPO
 from rl_pipeline.loops.sync import Counters, run
-from rl_pipeline.settings import EnvSettings, NetworkSettings, PPOSettings
 from rl_pipeline.types import Discrete, MultiBinary, MultiDiscrete
 from tests import counting
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from rl_pipeline.buffers.rollout import RolloutBuffer
+from rl_pipeline.config.settings import EnvSettings
 from rl_pipeline.envs import randomness, snapshot
 from rl_pipeline.envs.gymnasium import GymnasiumVecEnv
 from rl_pipeline.envs.gymnasium_async import GymnasiumAsyncVecEnv
-from rl_pipeline.settings import EnvSettings
 from rl_pipeline.types import StateError
 
 ROOT = str(Path(__file__).resolve().parents[1])

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from waiting import finish
 
-from rl_pipeline import cli as plain
-from rl_pipeline import runs, terminal
+from rl_pipeline import terminal
 from rl_pipeline.compare import CompareSettings
-from rl_pipeline.config import ConfigError
-from rl_pipeline.origins import parse_overrides
+from rl_pipeline.config import cli as plain
+from rl_pipeline.config import resume
+from rl_pipeline.config.origins import parse_overrides
+from rl_pipeline.errors import ConfigError
 
 ODD = "ab1e_ \\'\"${}=,[]():~%#;\n\té.-+*@?|!&<>/`日"
 QUICK = ("tracking=none", "eval.episodes=0", "eval.every_steps=0", "log_every_s=0.2", "seed=1",
@@ -45,7 +46,7 @@ def _options_of_here(monkeypatch):
 @example("")
 def test_hydra_reads_back_what_was_quoted(value):
     quoted = terminal.quoted(value)
-    assert runs._named([f"resume={quoted}"], "resume") == value
+    assert resume._named([f"resume={quoted}"], "resume") == value
     config = OmegaConf.create({"a": {"b": None}})
     OmegaConf.update(config, "a.b", parse_overrides([f"a.b={quoted}"])[0].value(), merge=True)
     assert config.a.b == value
@@ -133,8 +134,8 @@ def saved(folder: Path, *overrides: str, file: str = "run.json", **more: object)
     record = {"run_id": "r1", "name": "n", "seed": 1, "settings": {}, "overrides": overrides}
     (folder / file).write_text(json.dumps(record | more))
     if file == "run.json":
-        return runs.with_resumed_overrides([f"resume={terminal.quoted(str(folder))}"])
-    return runs.with_resumed_sweep([f"study.resume={terminal.quoted(str(folder))}"])
+        return resume.with_resumed_overrides([f"resume={terminal.quoted(str(folder))}"])
+    return resume.with_resumed_sweep([f"study.resume={terminal.quoted(str(folder))}"])
 
 
 HOSTILE = [

@@ -10,6 +10,7 @@ import torch
 from torch.distributions import Categorical, Independent, Normal
 
 from rl_pipeline.buffers.rollout import Rollout, RolloutBuffer
+from rl_pipeline.config.settings import NetworkSettings, PPOSettings
 from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.engine.phases import NullPhases
 from rl_pipeline.engine.runtime import Runtime, ThreadPlan
@@ -17,7 +18,6 @@ from rl_pipeline.learners.distributions import make_distribution
 from rl_pipeline.learners.losses import gae, masked_standardize, ppo_loss, row_weights
 from rl_pipeline.learners.normalizers import ObsNormalizer, RewardNormalizer
 from rl_pipeline.learners.ppo import PPO
-from rl_pipeline.settings import NetworkSettings, PPOSettings
 from rl_pipeline.types import Continuous, Discrete, EnvSpec, Step
 
 CPU = torch.device("cpu")

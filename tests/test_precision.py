@@ -8,6 +8,7 @@ import torch
 from conftest import settings
 from test_ppo import BOX, CPU, learner, random_rollout
 
+from rl_pipeline.config.settings import NetworkSettings
 from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.engine.optim import Adam, GradientStep
 from rl_pipeline.engine.precision import (
@@ -20,7 +21,6 @@ from rl_pipeline.engine.precision import (
 from rl_pipeline.engine.runtime import Runtime, ThreadPlan
 from rl_pipeline.learners.distributions import make_distribution
 from rl_pipeline.learners.networks import ActorCritic
-from rl_pipeline.settings import NetworkSettings
 from rl_pipeline.types import Discrete, EnvSpec
 
 BF16 = Arithmetic("bf16", "cpu", torch.bfloat16)

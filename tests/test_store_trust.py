@@ -14,12 +14,14 @@ import psutil
 import pytest
 from trust import DEAD, LONG_S, ask, half_made, track, tracker_for, until
 
-from rl_pipeline import machine, records, runs
+from rl_pipeline import machine, records
+from rl_pipeline.config import resume
+from rl_pipeline.config.settings import TrackingSettings
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.redaction import redact, secrets_of
-from rl_pipeline.settings import TrackingSettings
 from rl_pipeline.telemetry import stores
-from rl_pipeline.telemetry.tracker import create_parent, kept_uri
+from rl_pipeline.telemetry.stores import kept_uri
+from rl_pipeline.telemetry.tracker import create_parent
 from rl_pipeline.telemetry.writer import request_of
 
 QUICK = ("debug=short", "total_steps=300", "eval.episodes=0", "tracking.flush_s=1")
@@ -440,8 +442,8 @@ ODD = "a?b #ü%41 x'y"
 
 
 def test_a_store_lies_in_its_folder_whatever_is_in_the_path(tmp_path, monkeypatch):
-    from rl_pipeline.report import how_to_open
     from rl_pipeline.telemetry.store import Store
+    from rl_pipeline.telemetry.stores import how_to_open
 
     folder = tmp_path / ODD
     folder.mkdir()
@@ -499,8 +501,8 @@ def test_addresses_that_can_be_are_taken(uri):
     "name", ["%", "it's", '"', "[", "@x", "*x", "2024", "1e5", "a: b", "{", "\\"]
 )
 def test_any_name_of_a_study_is_looked_for_as_it_is(name):
-    from rl_pipeline import cli as command_line
     from rl_pipeline.compare import CompareSettings
+    from rl_pipeline.config import cli as command_line
 
     found = command_line.parse(CompareSettings, [f"study={name}", "threshold=1e2"])
     assert found.study == name and found.threshold == 100.0
@@ -613,8 +615,8 @@ def test_a_damaged_study_is_named_where_it_is_resumed(tmp_path, monkeypatch, tex
     good = {"name": "n", "overrides": ["seed=1,2"]}
     Path("multirun/good/study.json").write_text(json.dumps(good))
     with pytest.raises(ConfigError, match=r"multirun/a.study\.json"):
-        runs.with_resumed_sweep(["study.resume=multirun/a"])
-    assert "seed=1,2" in runs.with_resumed_sweep(["study.resume=n"]), "it costs only itself"
+        resume.with_resumed_sweep(["study.resume=multirun/a"])
+    assert "seed=1,2" in resume.with_resumed_sweep(["study.resume=n"]), "it costs only itself"
 
 
 ODD_TYPES = (

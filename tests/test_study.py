@@ -22,10 +22,13 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from hydra_plugins.rl_pipeline_plugins.process_launcher import ProcessLauncher, interleaved
-from rl_pipeline import config, jobs, machine, runs
+from rl_pipeline import jobs, machine
+from rl_pipeline.config import folders, resume
+from rl_pipeline.config.origins import CONF
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.groups import telling
-from rl_pipeline.study import Study
+from rl_pipeline.study import grid
+from rl_pipeline.study.callback import Study
 
 QUICK = ("debug=short", "tracking=none", "total_steps=300", "eval.episodes=0")
 
@@ -67,10 +70,10 @@ def test_what_a_sweep_cannot_do_is_refused_before_it_starts(cli, overrides, word
 
 def of_a_sweep(*overrides: str) -> tuple[list, list[str]]:
     """The settings of a sweep's jobs, and what varies."""
-    with initialize_config_dir(str(config.CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         composed = hydra.compose_config("config", list(overrides), RunMode.MULTIRUN)
-        return config.sweep_settings(composed), config.varied_keys(composed)
+        return grid.sweep_settings(composed), grid.varied_keys(composed)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +166,11 @@ def test_jobs_that_finished_are_known_by_their_overrides_and_the_others_put_asid
         result = {"status": status, "overrides": [f"seed={number}", "backend=envpool"]}
         (tmp_path / str(number) / "result.json").write_text(json.dumps(result))
     (tmp_path / "3").mkdir()  # killed before its first word
-    done = runs.finished_jobs(tmp_path)
+    done = folders.finished_jobs(tmp_path)
     assert set(done) == {frozenset([f"seed={n}", "backend=envpool"]) for n in (0, 2)}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1.failed", "2", "3.failed"]
-    assert [runs.free_number(tmp_path, n, [1]) for n in (0, 1, 5)] == [3, 3, 5]
-    assert set(runs.finished_jobs(tmp_path)) == set(done)
+    assert [folders.free_number(tmp_path, n, [1]) for n in (0, 1, 5)] == [3, 3, 5]
+    assert set(folders.finished_jobs(tmp_path)) == set(done)
 
 
 def test_a_sweep_that_launches_in_batches_knows_what_it_ran_itself(tmp_path, monkeypatch):
@@ -348,18 +351,18 @@ def test_a_sweep_is_resumed_with_its_own_overrides_and_those_of_now_win(tmp_path
     folder.mkdir(parents=True)
     saved = {"name": "n", "overrides": ["backend=a,b", "seed=1", "study.resume=old"]}
     (folder / "study.json").write_text(json.dumps(saved))
-    found = runs.with_resumed_sweep(["study.resume=n", "seed=1,2"])
+    found = resume.with_resumed_sweep(["study.resume=n", "seed=1,2"])
     assert found == ["-m", "backend=a,b", "study.resume=n", "seed=1,2",
                      "hydra.sweep.dir=multirun/a"]  # fmt: skip
-    assert runs.with_resumed_sweep(["seed=1"]) == ["seed=1"]
+    assert resume.with_resumed_sweep(["seed=1"]) == ["seed=1"]
     for name in ("mine", "other"):
         Path(name).mkdir()
     mine = str(Path("mine").absolute())
     saved["composed_from"] = {"working_directory": "/", "search_path": [], "config_dir": mine}
     (folder / "study.json").write_text(json.dumps(saved))
-    line = runs.with_resumed_sweep(["study.resume=n"])
+    line = resume.with_resumed_sweep(["study.resume=n"])
     assert line[:2] == ["-m", f"--config-dir={mine}"]
-    line = runs.with_resumed_sweep(["--config-dir", "other", "study.resume=n"])
+    line = resume.with_resumed_sweep(["--config-dir", "other", "study.resume=n"])
     assert line[:3] == ["-m", "--config-dir", "other"]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import waiting
 
-from rl_pipeline.settings import TrackingSettings
+from rl_pipeline.config.settings import TrackingSettings
 from rl_pipeline.telemetry.tracker import Tracker, create_parent, end_parent
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +24,7 @@ TRAINER = """
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from rl_pipeline.settings import TrackingSettings
+from rl_pipeline.config.settings import TrackingSettings
 from rl_pipeline.telemetry.tracker import Tracker
 run_dir = Path({run_dir!r})
 settings = dict(name="server", uri={uri!r}, experiment="telemetry", flush_s=0.5)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_pipeline.settings import TrackingSettings
+from rl_pipeline.config.settings import TrackingSettings
 from rl_pipeline.telemetry import views
 from rl_pipeline.telemetry.final import final_metrics, machine_of
 from rl_pipeline.telemetry.tracker import NullTracker, redact, resolve

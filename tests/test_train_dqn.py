@@ -10,7 +10,7 @@ import torch
 from conftest import settings
 
 from rl_pipeline import build, checkpoint
-from rl_pipeline.config import ConfigError
+from rl_pipeline.errors import ConfigError
 
 SHORT = (
     "algo=dqn", "env=cartpole", "backend=gymnasium", "backend.num_envs=1", "tracking=none",

@@ -15,6 +15,7 @@ from test_ppo import CPU, learner, random_rollout
 from rl_pipeline.buffers.deque import DequeBuffer
 from rl_pipeline.buffers.device import DeviceReplay
 from rl_pipeline.buffers.rollout import RolloutBuffer
+from rl_pipeline.config.settings import DQNSettings, EnvSettings, NetworkSettings, PPOSettings
 from rl_pipeline.engine.phases import NullPhases
 from rl_pipeline.engine.precision import Arithmetic
 from rl_pipeline.engine.runtime import Runtime, ThreadPlan
@@ -27,7 +28,6 @@ from rl_pipeline.learners.networks import make_trunk
 from rl_pipeline.learners.normalizers import ObsNormalizer
 from rl_pipeline.learners.ppo import APPROX_KL, PPO
 from rl_pipeline.loops.sync import Counters, run
-from rl_pipeline.settings import DQNSettings, EnvSettings, NetworkSettings, PPOSettings
 from rl_pipeline.telemetry.window import Window
 from rl_pipeline.training import make_replay
 from rl_pipeline.types import Discrete, EnvSpec, Step

@@ -11,7 +11,7 @@ import time
 
 import psutil
 
-from rl_pipeline.settings import TrackingSettings
+from rl_pipeline.config.settings import TrackingSettings
 from rl_pipeline.telemetry.tracker import Tracker
 
 LONG_S = 240.0
@@ -57,7 +57,7 @@ def track(run_dir, uri, **options):
 TRAINER = """
 import json, sys, time
 from pathlib import Path
-from rl_pipeline.settings import ConfigError, TrackingSettings
+from rl_pipeline.config.settings import ConfigError, TrackingSettings
 from rl_pipeline.telemetry.tracker import Tracker
 run_dir = Path({run_dir!r})
 run_dir.mkdir(parents=True, exist_ok=True)

@@ -26,9 +26,9 @@ from experiments import frame
 from experiments.envs import steppers
 from experiments.envs.paired import Cell, bar_of, summarize, take_turns
 from rl_pipeline import figures, report
+from rl_pipeline.config.settings import TrackingSettings
 from rl_pipeline.machine import cpu_budget
-from rl_pipeline.settings import TrackingSettings
-from rl_pipeline.telemetry import tracker
+from rl_pipeline.telemetry import stores, tracker
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.terminal import shown_path
@@ -306,7 +306,7 @@ def log_sweep(
         store.end(run_id, "failed" if "failed" in row else "finished", time.time(), {})
     failed = any("failed" in row for row in rows)
     tracker.end_parent(parent, "failed" if failed else "finished", files)
-    return report.how_to_open(parent["uri"])
+    return stores.how_to_open(parent["uri"])
 
 
 def main() -> None:

@@ -13,9 +13,11 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 
 from experiments.envs.paired import Advance, Cell
-from rl_pipeline import build, config
+from rl_pipeline import build
+from rl_pipeline.config import load
+from rl_pipeline.config.origins import CONF
+from rl_pipeline.config.settings import EnvSettings, Settings
 from rl_pipeline.envs.lanes import Lanes
-from rl_pipeline.settings import EnvSettings, Settings
 from rl_pipeline.types import Discrete, EnvSpec, VecEnv
 
 NUM_ACTIONS = 64
@@ -35,8 +37,8 @@ def settings_of(cell: Cell) -> Settings:
         overrides.append(f"backend.num_threads={cell.threads}")
     if cell.backend == "gymnasium_native" and cell.task == "pong":
         overrides.append("env.atari.episodic_life=false")
-    with initialize_config_dir(str(config.CONF), version_base="1.3"):
-        return config.load(compose("config", overrides=overrides))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return load.load(compose("config", overrides=overrides))
 
 
 @cache

@@ -14,14 +14,15 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 
 from experiments import frame
-from rl_pipeline import config
 from rl_pipeline.build import make_training_envs
+from rl_pipeline.config import load
+from rl_pipeline.config.origins import CONF
+from rl_pipeline.config.settings import EnvSettings, Settings
 from rl_pipeline.envs.differences import known_differences
 from rl_pipeline.envs.parity import Sample, Verdict, sample
 from rl_pipeline.envs.parity import compare as compare_samples
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.machine import cpu_budget
-from rl_pipeline.settings import EnvSettings, Settings
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.types import VecEnv
 
@@ -36,8 +37,8 @@ LEVEL = 0.01
 
 def settings_of(task: str, backend: str) -> Settings:
     """As `python -m rl_pipeline.train env=... backend=...` composes them."""
-    with initialize_config_dir(str(config.CONF), version_base="1.3"):
-        return config.load(compose("config", overrides=[f"env={task}", f"backend={backend}"]))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return load.load(compose("config", overrides=[f"env={task}", f"backend={backend}"]))
 
 
 def sample_of(task: str, backend: str) -> Sample | str:

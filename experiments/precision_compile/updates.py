@@ -19,13 +19,14 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from experiments import frame
-from rl_pipeline import config
 from rl_pipeline.buffers.rollout import Rollout
+from rl_pipeline.config import load
+from rl_pipeline.config.origins import CONF
+from rl_pipeline.config.settings import Settings
 from rl_pipeline.engine.phases import NullPhases
 from rl_pipeline.engine.runtime import Runtime, make_runtime
 from rl_pipeline.learners.dqn import DQN
 from rl_pipeline.learners.ppo import PPO
-from rl_pipeline.settings import Settings
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.types import Batch, Continuous, Discrete, EnvSpec
 
@@ -109,8 +110,8 @@ def dqn(settings: Settings, spec: EnvSpec, runtime: Runtime) -> Updates:
 def build(case: str, cell: str) -> tuple[Updates, Runtime]:
     """The learner of one cell; compiles at its first call."""
     overrides, shape, dtype, action = CASES[case]
-    with initialize_config_dir(str(config.CONF), version_base="1.3"):
-        settings = config.load(compose("config", [*overrides, *CELLS[cell], *FIXED]))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        settings = load.load(compose("config", [*overrides, *CELLS[cell], *FIXED]))
     runtime = make_runtime(settings, seed=1)
     spec = EnvSpec(case, "random", settings.backend.num_envs, shape, np.dtype(dtype), action)
     make = dqn if settings.algo.name == "dqn" else ppo

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from rl_pipeline.config.settings import EnvSettings
 from rl_pipeline.envs.base import env_seeds
 from rl_pipeline.envs.gymnasium import make_env
-from rl_pipeline.settings import EnvSettings
 from rl_pipeline.types import Episode, Step
 
 

@@ -16,11 +16,12 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from rl_pipeline import jobs, runs
+from rl_pipeline import jobs
+from rl_pipeline.config import folders
+from rl_pipeline.config.folders import finished_jobs, free_number
+from rl_pipeline.config.origins import parse_overrides
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.machine import cpu_budget
-from rl_pipeline.origins import parse_overrides
-from rl_pipeline.runs import finished_jobs, free_number
 
 
 class ProcessLauncher(Launcher):
@@ -57,15 +58,15 @@ class ProcessLauncher(Launcher):
         returns: dict[int, float] = {}
         waiting: list[jobs.Job] = []
         for i, given in enumerate(job_overrides):
-            overrides = runs.own_overrides(given)
+            overrides = folders.own_overrides(given)
             label = f"[{i + 1}/{len(job_overrides)}]"
             number = free_number(sweep_dir, initial_job_idx + i, [j.number for j in waiting])
             job = jobs.Job(
                 overrides, number, sweep_dir / str(number), label,
-                runs.passed_on(list(self.config.hydra.overrides.hydra)), self.timeout_s,
+                folders.passed_on(list(self.config.hydra.overrides.hydra)), self.timeout_s,
             )  # fmt: skip
             if earlier := self._done.get(frozenset(overrides)):
-                returns[i] = runs.objective(earlier)
+                returns[i] = folders.objective(earlier)
                 print(f"{label} done      {job.name}", flush=True)
             else:
                 waiting.append(job)

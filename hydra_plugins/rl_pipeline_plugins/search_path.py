@@ -5,7 +5,7 @@ from __future__ import annotations
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from rl_pipeline.origins import conf_folder
+from rl_pipeline.config.origins import conf_folder
 
 
 class WorkingDirectoryConf(SearchPathPlugin):

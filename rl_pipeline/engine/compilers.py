@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rl_pipeline.config.settings import CompileSettings
 from rl_pipeline.engine.graphs import Builder, Call
-from rl_pipeline.settings import CompileSettings
 
 WARMUPS = 3
 """Calls before a capture: libraries choose algorithms and allocate in the first ones."""

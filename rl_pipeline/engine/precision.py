@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_pipeline.settings import PrecisionSettings
+from rl_pipeline.config.settings import PrecisionSettings
 
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
 """Of the loss scale, as in torch.amp.GradScaler."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_pipeline.config.settings import Settings
 from rl_pipeline.engine.compilers import Builder, CompilePlan, captured, choose_plan
 from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.engine.graphs import Call, CompileLog, GraphFunction, calling
@@ -22,7 +23,6 @@ from rl_pipeline.engine.phases import NullPhases, Phases, SerialisedPhases
 from rl_pipeline.engine.precision import FP32, Arithmetic, choose_arithmetic
 from rl_pipeline.engine.transfers import Transfers
 from rl_pipeline.machine import cpu_budget, positive_int
-from rl_pipeline.settings import Settings
 
 STREAMS = ("envs", "eval", "init", "act", "update")
 """Independent random streams of a run; the order is part of what a seed means."""

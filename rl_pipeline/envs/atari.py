@@ -14,7 +14,7 @@ import cv2
 import gymnasium as gym
 import numpy as np
 
-from rl_pipeline.settings import EnvSettings
+from rl_pipeline.config.settings import EnvSettings
 
 gym.register_envs(ale_py)
 

@@ -12,8 +12,8 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 
+from rl_pipeline.config.settings import EnvSettings
 from rl_pipeline.envs.spaces import Flattener, read_actions
-from rl_pipeline.settings import EnvSettings
 from rl_pipeline.types import Discrete, EnvSpec, Episode, MultiDiscrete, Step
 
 

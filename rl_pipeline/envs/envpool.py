@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from rl_pipeline.config.settings import EnvSettings
 from rl_pipeline.envs.base import BaseVecEnv, RawStep, env_seeds
-from rl_pipeline.settings import EnvSettings
 
 # Where an argument of EnvPool's is set in our configuration.
 _OURS = {

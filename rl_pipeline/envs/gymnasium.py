@@ -15,9 +15,9 @@ import numpy as np
 from gymnasium.utils import EzPickle
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from rl_pipeline.config.settings import EnvSettings, WrapperSettings
 from rl_pipeline.envs import randomness, snapshot
 from rl_pipeline.envs.base import BaseVecEnv, RawStep, env_seeds
-from rl_pipeline.settings import EnvSettings, WrapperSettings
 from rl_pipeline.types import Continuous, StateError
 
 

@@ -15,10 +15,10 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState, _async_worker
 
+from rl_pipeline.config.settings import EnvSettings
 from rl_pipeline.envs import randomness
 from rl_pipeline.envs.base import BaseVecEnv, RawStep, env_seeds
 from rl_pipeline.envs.gymnasium import make_env
-from rl_pipeline.settings import EnvSettings
 
 START_TIMEOUT_S = 120.0
 """For the first reset, in which workers import and construct."""

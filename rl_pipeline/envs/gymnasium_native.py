@@ -9,9 +9,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from rl_pipeline.config.settings import EnvSettings
 from rl_pipeline.envs import randomness
 from rl_pipeline.envs.base import BaseVecEnv, RawStep, env_seeds
-from rl_pipeline.settings import EnvSettings
 
 
 class GymnasiumNativeVecEnv(BaseVecEnv):

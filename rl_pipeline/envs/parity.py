@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rl_pipeline.settings import EnvSettings
+from rl_pipeline.config.settings import EnvSettings
 from rl_pipeline.types import ActionSpace, Continuous, MultiBinary, Step, VecEnv
 
 Make = Callable[[EnvSettings, int, int], VecEnv]

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_pipeline.config.settings import DQNSettings, NetworkSettings
 from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.engine.runtime import Runtime, stream_seed
 from rl_pipeline.learners.losses import dqn_loss, td_target
 from rl_pipeline.learners.networks import QNetwork
 from rl_pipeline.learners.policies import EpsilonGreedy, numpy_forward
-from rl_pipeline.settings import DQNSettings, NetworkSettings
 from rl_pipeline.telemetry.window import Window
 from rl_pipeline.types import Batch, Discrete, EnvSpec, Metrics
 

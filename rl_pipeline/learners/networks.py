@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rl_pipeline.config.settings import NetworkSettings
 from rl_pipeline.engine.precision import FP32, Arithmetic
 from rl_pipeline.learners.distributions import Distribution, Gaussian
-from rl_pipeline.settings import NetworkSettings
 from rl_pipeline.types import EnvSpec
 
 

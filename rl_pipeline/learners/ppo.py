@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_pipeline.buffers.rollout import Rollout
+from rl_pipeline.config.settings import NetworkSettings, PPOSettings
 from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.engine.runtime import Runtime
@@ -16,7 +17,6 @@ from rl_pipeline.learners.distributions import Gaussian, make_distribution
 from rl_pipeline.learners.losses import PPOTerms, gae, ppo_loss, row_weights
 from rl_pipeline.learners.networks import ActorCritic
 from rl_pipeline.learners.normalizers import Identity, ObsNormalizer, RawReward, RewardNormalizer
-from rl_pipeline.settings import NetworkSettings, PPOSettings
 from rl_pipeline.types import EnvSpec, Metrics
 
 APPROX_KL = PPOTerms._fields.index("approx_kl")

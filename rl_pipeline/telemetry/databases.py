@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from filelock import FileLock
 
 from rl_pipeline.machine import alive, myself
-from rl_pipeline.telemetry.stores import StoreError, check_database, uri_of
+from rl_pipeline.telemetry.stores import StoreError, check_database, connect, uri_of
 
 ARTIFACTS = "mlartifacts"
 _ENDINGS = ("", "-journal", "-wal", "-shm")
@@ -135,20 +135,10 @@ def leftovers(database: Path) -> list[tuple[Path, bool]]:
     return found
 
 
-def has_run(database: Path, run_id: str) -> bool:
-    """Whether a store knows a run."""
-    query = "SELECT 1 FROM runs WHERE run_uuid = ?"
-    try:
-        with closing(_connect(database, "ro")) as connection:
-            return bool(connection.execute(query, (run_id,)).fetchall())
-    except sqlite3.Error:
-        return False
-
-
 def num_runs(database: Path) -> int:
     """How many runs a store holds; 0 where it is not even that far."""
     try:
-        with closing(_connect(database, "ro")) as connection:
+        with closing(connect(database, "ro")) as connection:
             return int(connection.execute("SELECT COUNT(*) FROM runs").fetchone()[0])
     except sqlite3.Error:
         return 0
@@ -160,7 +150,7 @@ def follow_artifacts(database: Path) -> int:
     MLflow keeps absolute folders, and would make the old ones anew. Returns how many experiments.
     """
     new, changed = database.parent / ARTIFACTS, 0
-    with closing(_connect(database, "rw")) as connection, connection:
+    with closing(connect(database, "rw")) as connection, connection:
         query = "SELECT DISTINCT artifact_location FROM experiments"
         for (location,) in connection.execute(query).fetchall():
             parts = urlsplit(location or "")
@@ -180,8 +170,3 @@ def follow_artifacts(database: Path) -> int:
                     )
             changed += 1
     return changed
-
-
-def _connect(database: Path, mode: str) -> sqlite3.Connection:
-    where = f"file:{quote(str(database))}?mode={mode}"
-    return sqlite3.connect(where, uri=True, timeout=5)

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from rl_pipeline.config.folders import REQUEST_FILE, STATE_FILE
+from rl_pipeline.config.settings import TrackingSettings
 from rl_pipeline.errors import ConfigError
-from rl_pipeline.redaction import holds_secret, redact
-from rl_pipeline.settings import TrackingSettings
+from rl_pipeline.files import read_json, working_directory
+from rl_pipeline.redaction import HIDDEN, holds_secret, redact
+from rl_pipeline.terminal import in_shell
 
 _SCHEMES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks"}
 _DATABASES = ("postgresql", "mysql", "mssql")
@@ -256,3 +259,99 @@ def _look_into(database: Path) -> tuple[set[str], str, int]:
         versions = ask("SELECT * FROM alembic_version") if "alembic_version" in found else []
         rows = ask("SELECT COUNT(*) FROM experiments") if "experiments" in found else [(0,)]
     return found, str(versions[0][0] or "") if versions else "", int(rows[0][0])
+
+
+# -- where a run's store is -----------------------------------------------------------------------
+
+
+def hint_of(database: Path | None, run_dir: Path, cwd: Path) -> str | None:
+    """The way from a run's folder to its store, where both would be moved together."""
+    if database is None:
+        return None
+    together = database.parent in run_dir.parents or (
+        cwd in database.parents and cwd in run_dir.parents
+    )
+    return os.path.relpath(database, run_dir) if together else None
+
+
+def kept_uri(run_dir: Path) -> str | None:
+    """The store that a run began in, found again where both were moved; None if that is unknown.
+
+    Raises StoreError where the store is gone: a new and empty one in its place would have nothing
+    of the run.
+    """
+    request, run_dir = read_json(run_dir / REQUEST_FILE), run_dir.absolute()
+    state = read_json(run_dir / STATE_FILE)
+    uri, run_id = request.get("uri"), state.get("run_id")
+    if not isinstance(uri, str):
+        # The other file shows it without its password, if it had one.
+        uri = state.get("uri")
+        if not isinstance(uri, str) or HIDDEN in uri:
+            return None
+    try:
+        database = database_of(uri)
+    except ValueError:
+        return None
+    if database is None:
+        return uri
+    options = uri.partition("?")[2]
+    places = [database]
+    if isinstance(hint := _hint(request, database), str):
+        places.insert(0, Path(os.path.normpath(run_dir / hint)))
+    there = [place for place in places if place.is_file()]
+    ours = [place for place in there if isinstance(run_id, str) and has_run(place, run_id)]
+    if found := ours or there:
+        return uri_of(found[0], options)
+    if not run_id:  # it never came so far
+        return uri_of(next((p for p in places if p.parent.is_dir()), database), options)
+    raise StoreError(
+        f"the store of this run, {database}, is not there (any more), nor beside the run; where "
+        "it is now, say with tracking.uri=sqlite:////folder/mlflow.db"
+    )
+
+
+def _hint(request: Mapping[str, Any], database: Path) -> object:
+    if "store" in request:
+        return request["store"]
+    # A run of an earlier version knows where it was itself.
+    tags = request.get("tags")
+    folder = tags.get("run_folder") if isinstance(tags, dict) else None
+    cwd = request.get("cwd")
+    if not isinstance(folder, str) or not isinstance(cwd, str):
+        return None
+    return hint_of(database, Path(folder), Path(cwd))
+
+
+def has_run(database: Path, run_id: str) -> bool:
+    """Whether a store knows a run."""
+    query = "SELECT 1 FROM runs WHERE run_uuid = ?"
+    try:
+        with closing(connect(database, "ro")) as connection:
+            return bool(connection.execute(query, (run_id,)).fetchall())
+    except sqlite3.Error:
+        return False
+
+
+def connect(database: Path, mode: str) -> sqlite3.Connection:
+    """A database file, opened by `mode` (ro, rw) and never made."""
+    where = f"file:{quote(str(database))}?mode={mode}"
+    return sqlite3.connect(where, uri=True, timeout=5)
+
+
+def how_to_open(uri: str) -> str:
+    """How to look at a store."""
+    if uri.startswith("http"):
+        return f"open {uri}"
+    if uri == uri_of(working_directory() / "mlflow.db"):
+        return "make ui  (or: mlflow ui --backend-store-uri sqlite:///mlflow.db)"
+    database = database_of(uri)
+    if database and "%" in uri and re.fullmatch(r"[\w.-]+", database.name):
+        # MLflow's server makes a folder of the quoted path: better none is in it.
+        folder = in_shell(str(database.parent))
+        return f"cd {folder} && mlflow ui --backend-store-uri sqlite:///{database.name}"
+    return f"mlflow ui --backend-store-uri {in_shell(uri)}"
+
+
+def server_of(uri: str) -> str:
+    """Where the pages of a store are: its own server, or where `make ui` puts one."""
+    return uri if uri.startswith("http") else "http://127.0.0.1:5000"

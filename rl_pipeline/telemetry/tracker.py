@@ -21,17 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from rl_pipeline import machine
+from rl_pipeline.config.folders import REQUEST_FILE, STATE_FILE
+from rl_pipeline.config.settings import TrackingSettings
 from rl_pipeline.files import read_json, working_directory, write_json
-from rl_pipeline.redaction import HIDDEN, redact
-from rl_pipeline.settings import TrackingSettings
-from rl_pipeline.telemetry.databases import has_run
-from rl_pipeline.telemetry.stores import StoreError, database_of, resolve, uri_of
+from rl_pipeline.redaction import redact
+from rl_pipeline.telemetry.stores import database_of, hint_of, resolve
 from rl_pipeline.terminal import shell_line
 
-REQUEST_FILE = "tracking.json"
 LOST = "lost_jobs"
 """Tag of a study: how many jobs ended before they had a run; `<LOST>.<n>` describes each."""
-STATE_FILE = "mlflow.json"
 LOG_FILE = "tracking.log"
 _WRITER = "rl_pipeline.telemetry.writer"
 PATIENCE_S = 8.0
@@ -281,71 +279,10 @@ def trains(request: Mapping[str, Any]) -> bool:
     return process is not None and machine.alive(*process)
 
 
-# -- where a run's store is -----------------------------------------------------------------------
-
-
-def hint_of(database: Path | None, run_dir: Path, cwd: Path) -> str | None:
-    """The way from a run's folder to its store, where both would be moved together."""
-    if database is None:
-        return None
-    together = database.parent in run_dir.parents or (
-        cwd in database.parents and cwd in run_dir.parents
-    )
-    return os.path.relpath(database, run_dir) if together else None
-
-
-def kept_uri(run_dir: Path) -> str | None:
-    """The store that a run began in, found again where both were moved; None if that is unknown.
-
-    Raises StoreError where the store is gone: a new and empty one in its place would have nothing
-    of the run.
-    """
-    request, run_dir = read_json(run_dir / REQUEST_FILE), run_dir.absolute()
-    state = read_json(run_dir / STATE_FILE)
-    uri, run_id = request.get("uri"), state.get("run_id")
-    if not isinstance(uri, str):
-        # The other file shows it without its password, if it had one.
-        uri = state.get("uri")
-        if not isinstance(uri, str) or HIDDEN in uri:
-            return None
-    try:
-        database = database_of(uri)
-    except ValueError:
-        return None
-    if database is None:
-        return uri
-    options = uri.partition("?")[2]
-    places = [database]
-    if isinstance(hint := _hint(request, database), str):
-        places.insert(0, Path(os.path.normpath(run_dir / hint)))
-    there = [place for place in places if place.is_file()]
-    ours = [place for place in there if isinstance(run_id, str) and has_run(place, run_id)]
-    if found := ours or there:
-        return uri_of(found[0], options)
-    if not run_id:  # it never came so far
-        return uri_of(next((p for p in places if p.parent.is_dir()), database), options)
-    raise StoreError(
-        f"the store of this run, {database}, is not there (any more), nor beside the run; where "
-        "it is now, say with tracking.uri=sqlite:////folder/mlflow.db"
-    )
-
-
 def run_key_of(request: Mapping[str, Any]) -> str | None:
     """The key by which a store knows a run, from its REQUEST_FILE."""
     key = request.get("run_key")
     return key if isinstance(key, str) and re.fullmatch("[0-9a-f]{32}", key) else None
-
-
-def _hint(request: Mapping[str, Any], database: Path) -> object:
-    if "store" in request:
-        return request["store"]
-    # A run of an earlier version knows where it was itself.
-    tags = request.get("tags")
-    folder = tags.get("run_folder") if isinstance(tags, dict) else None
-    cwd = request.get("cwd")
-    if not isinstance(folder, str) or not isinstance(cwd, str):
-        return None
-    return hint_of(database, Path(folder), Path(cwd))
 
 
 # -- files of a run's folder ----------------------------------------------------------------------

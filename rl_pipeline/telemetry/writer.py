@@ -25,6 +25,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from rl_pipeline import machine
+from rl_pipeline.config.folders import REQUEST_FILE, STATE_FILE
 from rl_pipeline.files import read_json, write_json
 from rl_pipeline.redaction import redact
 from rl_pipeline.telemetry import orphans, views
@@ -39,9 +40,9 @@ from rl_pipeline.telemetry.store import (
     say,
     trouble_kinds,
 )
-from rl_pipeline.telemetry.stores import StoreError, database_of
+from rl_pipeline.telemetry.stores import StoreError, database_of, kept_uri
 from rl_pipeline.telemetry.tail import CALL_VALUES, Batch, Tail
-from rl_pipeline.telemetry.tracker import REQUEST_FILE, STATE_FILE, kept_uri, trains
+from rl_pipeline.telemetry.tracker import trains
 
 LOCK_FILE = ".writer.lock"
 

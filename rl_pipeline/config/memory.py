@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
 
+from rl_pipeline.config.settings import Settings
 from rl_pipeline.errors import ConfigError
-from rl_pipeline.settings import Settings
 
 _ENV, _GAME, _PROCESS, _THREAD = 1_000, 100_000, 2_000_000, 16_000
 """Bytes of an environment, an Atari emulator, a worker process, a thread: all need more."""

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rl_pipeline.config import near
+from rl_pipeline.config.options import near
+from rl_pipeline.config.settings import Frozen
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import working_directory
-from rl_pipeline.settings import Frozen
 
 
 def usage(model: type[Frozen]) -> str:
@@ -50,7 +50,7 @@ def parse(model: type[Model], argv: list[str]) -> Model:
 
 def store_uri(given: str | None) -> str:
     """The store that a door reads; raises ConfigError for one that cannot be."""
-    from rl_pipeline.settings import TrackingSettings
+    from rl_pipeline.config.settings import TrackingSettings
     from rl_pipeline.telemetry import stores
 
     try:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.terminal import quoted, say
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 _CONF = "RL_PIPELINE_CONF"
 OF_HYDRA = (

@@ -1,4 +1,4 @@
-"""Run folders: where a new run goes, which one `resume=` means, and whether it can go on."""
+"""Folders of runs and multiruns: where a new one goes, which one is meant, what its files say."""
 
 from __future__ import annotations
 
@@ -14,59 +14,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from rl_pipeline import origins
+from rl_pipeline.config.settings import Settings
 from rl_pipeline.errors import ConfigError
-from rl_pipeline.files import OURS, RUN_FILES, Claim, damage, read_json
+from rl_pipeline.files import RUN_FILES, damage, read_json
 from rl_pipeline.machine import alive, process_of
-from rl_pipeline.origins import key_of, parse_overrides
-from rl_pipeline.settings import Settings
-from rl_pipeline.terminal import in_shell, quoted
-
-FIXED_ON_RESUME = (
-    "seed", "env", "backend.name", "backend.num_envs", "buffer.name", "buffer.capacity",
-    "buffer.alpha", "buffer.beta", "network", "algo",
-)  # fmt: skip
-"""What makes a run the run it is. Where the replay's bytes live is not part of it."""
-
-
-def claim_folder(settings: Settings, folder: Path, subdir: str | None) -> None:
-    """Take hold of the folder of a run, which stays free of mixtures; raises ConfigError.
-
-    `subdir` is where Hydra keeps the composed configuration, below the folder.
-    """
-    if settings.resume:
-        check_resume(settings, folder)
-    claim = Claim(folder)
-    claim.also = (subdir,) if subdir else ()
-    # Looked at under the lock: whoever had it may have left a run.
-    if not settings.resume:
-        if has_run(folder):
-            raise ConfigError(
-                f"hydra.run.dir={folder} already holds a run; choose another folder, or continue "
-                f"that run with resume={quoted(str(folder))}"
-            )
-        if taken := [name for name in (*OURS, subdir) if name and (folder / name).exists()]:
-            raise ConfigError(
-                f"hydra.run.dir={folder} holds {taken[0]}, which the run would write over; choose "
-                "another folder"
-            )
-    claim.keep_room()
-
-
-def check_resume(settings: Settings, folder: Path) -> None:
-    """Refuse a resume that cannot be one; raises ConfigError."""
-    assert settings.resume is not None
-    if folder.resolve() != find_run(settings.resume).resolve():
-        raise ConfigError("hydra.run.dir goes with new runs; a resumed run stays in its folder")
-    check_resumed(settings, record_of(folder)["settings"])
-    if is_done(settings, folder) and not is_unshipped(folder):
-        raise ConfigError(
-            f"resume={settings.resume}: the run has finished, with all of "
-            f"total_steps={settings.total_steps:,}; give a larger total_steps to go on"
-        )
 
 
 def is_done(settings: Settings, folder: Path) -> bool:
@@ -157,70 +108,6 @@ def _run_folders() -> Iterator[Path]:
         yield from (p.parent for p in Path(root).rglob("run.json"))
 
 
-def with_resumed_overrides(argv: list[str]) -> list[str]:
-    """Put what made the run that `resume=` names before what is given now, which wins.
-
-    Raises ConfigError.
-    """
-    name = _named(argv, "resume")
-    if name is None:
-        return argv
-    args = origins.flags_of(argv)
-    if args.multirun:
-        raise ConfigError("resume continues one run; leave out -m")
-    folder = find_run(name)
-    record, what = record_of(folder), f"resume={name}"
-    flags, places = origins.put_back(record.get("composed_from"), argv, what)
-    keys = _new_values(args.overrides)
-    saved = [
-        _as_chosen(text, record["settings"])
-        for text in record["overrides"] if key_of(text) not in keys
-    ]  # fmt: skip
-    kept = origins.trusted(saved, folder / "run.json")
-    first = argv.index(args.overrides[0])
-    # A sweep's preset among its options would sweep again.
-    mode = [] if "hydra.mode" in keys else ["hydra.mode=RUN"]
-    place = [] if "hydra.run.dir" in keys else [f"hydra.run.dir={quoted(str(folder))}"]
-    line = [*flags, *argv[:first], *places, *kept, *mode, *place, *argv[first:]]
-    origins.check_trust(line, argv, what)
-    return line
-
-
-def _new_values(overrides: list[str]) -> set[str]:
-    # What is deleted must have been there.
-    return {key_of(text) for text in overrides if not text.startswith("~")}
-
-
-def _named(argv: list[str], key: str) -> str | None:
-    """What `resume=` or `study.resume=` says, None where nothing; raises ConfigError."""
-    texts = [a for a in argv if re.match(rf"\+{{0,2}}{re.escape(key)}=", a)]
-    if not texts:
-        return None
-    value = parse_overrides(texts)[-1].value()
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        given = texts[-1].split("=", 1)[1]
-        raise ConfigError(
-            f"{texts[-1]}: a folder, a name or an id is meant; a name that reads as something else "
-            f"needs quotes of its own: {in_shell(f'{key}={quoted(given)}')}"
-        )
-    try:
-        return str(OmegaConf.create([value])[0])
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{texts[-1]}: {str(error).splitlines()[0]}") from None
-
-
-def _as_chosen(override: str, settings: dict[str, Any]) -> str:
-    """What `auto` chose when the run began holds for its rest, also on another machine."""
-    key, _, value = override.partition("=")
-    if value == "auto" and key in ("backend.num_envs", "backend.lanes"):
-        chosen = settings.get("backend")
-        number = chosen.get(key.split(".")[1]) if isinstance(chosen, dict) else None
-        return f"{key}={number}" if isinstance(number, int) else override
-    return override
-
-
 # -- multiruns ------------------------------------------------------------------------------------
 
 STUDY_FILE = "study.json"
@@ -263,32 +150,6 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def with_resumed_sweep(argv: list[str]) -> list[str]:
-    """Put what made the multirun that `study.resume=` names before what is given now.
-
-    Raises ConfigError.
-    """
-    name = _named(argv, "study.resume")
-    if name is None or "hydra.mode=RUN" in argv:
-        return argv
-    args = origins.flags_of(argv)
-    folder = find_sweep(name)
-    study, what = read_study(folder), f"study.resume={name}"
-    flags, places = origins.put_back(study.get("composed_from"), argv, what)
-    keys = _new_values(args.overrides)
-    # Given twice, a swept key would be crossed with itself.
-    left = [o for o in study["overrides"]
-            if key_of(o) not in keys | {"study.resume", "hydra.sweep.dir"}]  # fmt: skip
-    kept = origins.trusted(left, folder / STUDY_FILE, origins.of_a_grid)
-    if not args.multirun:
-        flags = ["-m", *flags]
-    first = argv.index(args.overrides[0])
-    place = f"hydra.sweep.dir={quoted(str(folder))}"
-    line = [*flags, *argv[:first], *places, *kept, *argv[first:], place]
-    origins.check_trust(line, argv, what)
-    return line
-
-
 def finished_jobs(folder: Path) -> dict[frozenset[str], dict[str, Any]]:
     """result.json of the jobs of a multirun that finished, by their overrides.
 
@@ -313,36 +174,6 @@ def free_number(folder: Path, wanted: int, taken: Iterable[int]) -> int:
     while wanted in used:
         wanted += 1
     return wanted
-
-
-def check_resumed(now: Settings, then: dict[str, Any]) -> None:
-    """Refuse a resume that would make another run of it; raises ConfigError naming the key."""
-    current = now.model_dump(mode="json")
-    for key in FIXED_ON_RESUME:
-        try:
-            old, new = _get(then, key), _get(current, key)
-        except (KeyError, TypeError):
-            continue  # a run of a version that did not have this setting yet
-        if key == "seed" and new is None:
-            continue
-        if old != new:
-            changed = key
-            if isinstance(old, dict):
-                differ = [k for k in old if old[k] != (new or {}).get(k)]
-                if not differ:
-                    continue  # settings that came after the run's version
-                changed = f"{key}.{differ[0]}"
-                old, new = old[differ[0]], (new or {}).get(differ[0])
-            raise ConfigError(
-                f"resume cannot change {changed} from {old} to {new}: the run would not be the "
-                f"same; leave it out, or start a new run"
-            )
-
-
-def _get(values: Any, dotted: str) -> Any:
-    for part in dotted.split("."):
-        values = values[part]
-    return values
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -392,3 +223,7 @@ def sweeps_elsewhere(study: dict[str, Any]) -> bool:
     """Whether another process of this machine still runs the sweep that a study.json tells of."""
     process = process_of(study.get("process"))
     return process is not None and process[1] != os.getpid() and alive(*process)
+
+
+REQUEST_FILE = "tracking.json"
+STATE_FILE = "mlflow.json"

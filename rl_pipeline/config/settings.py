@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from rl_pipeline import auto
+from rl_pipeline.config import auto
 
 
 def _refuse_bool(value: Any) -> Any:

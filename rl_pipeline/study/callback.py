@@ -15,17 +15,21 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rl_pipeline import origins
-from rl_pipeline.config import check_place, near, refusing, sweep_settings, varied_keys
+from rl_pipeline.config import origins
+from rl_pipeline.config.app import refusing
+from rl_pipeline.config.checks import check_place
+from rl_pipeline.config.folders import REQUEST_FILE, STUDY_FILE, flatten, has_run, sweeps_elsewhere
+from rl_pipeline.config.options import near
+from rl_pipeline.config.origins import parse_overrides
+from rl_pipeline.config.settings import Settings
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import read_json, working_directory, write_json
 from rl_pipeline.machine import myself
-from rl_pipeline.origins import parse_overrides
 from rl_pipeline.redaction import redact
-from rl_pipeline.runs import STUDY_FILE, flatten, has_run, sweeps_elsewhere
-from rl_pipeline.settings import Settings
+from rl_pipeline.study.grid import sweep_settings, varied_keys
+from rl_pipeline.telemetry import stores
 from rl_pipeline.telemetry.stores import check_no_secrets
-from rl_pipeline.telemetry.tracker import LOST, REQUEST_FILE, trains
+from rl_pipeline.telemetry.tracker import LOST, trains
 from rl_pipeline.terminal import command, in_shell, plain, quoted, say, shell_line, shown_path
 
 _HANDED_ON = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
@@ -99,7 +103,7 @@ class Study(Callback):
     @_fatal
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Compare, show and keep the answer, close the parent run, and fail if a job did."""
-        from rl_pipeline import records, report
+        from rl_pipeline import records
 
         folder = Path(str(config.hydra.sweep.dir))
         study = records.from_sweep(folder)
@@ -116,8 +120,8 @@ class Study(Callback):
         self._end("failed" if failed else "finished", files, tags)
         print(f"folder  {shown_path(str(folder))}")
         if self._parent:
-            print(f"mlflow  {report.how_to_open(redact(self._parent['uri']))}")
-            server = report.server_of(redact(self._parent["uri"]))
+            print(f"mlflow  {stores.how_to_open(redact(self._parent['uri']))}")
+            server = stores.server_of(redact(self._parent["uri"]))
             page = f"{server}/#/experiments/{self._parent['experiment_id']}/runs"
             run_id = self._parent["run_id"]
             print(f"        {page}/{run_id}/artifacts/comparison/index.html  (the answer)")
@@ -132,7 +136,7 @@ class Study(Callback):
     def _compare(self, study: Any, folder: Path) -> tuple[list[Path], dict[str, str]]:
         """Its files, and what the parent's tags say of it."""
         from rl_pipeline import comparison, findings, report
-        from rl_pipeline.cli import levels
+        from rl_pipeline.config.cli import levels
 
         try:
             found = comparison.compare(
@@ -226,7 +230,7 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
 
 def _check_baseline(baseline: str | None, grid: list[Settings]) -> None:
     """Before the jobs run and not after: its form, and that its settings exist."""
-    from rl_pipeline.cli import levels
+    from rl_pipeline.config.cli import levels
 
     try:
         keys = list(levels(baseline or {}))
