@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_pipeline import stats
+from rl_pipeline.comparison import stats
 from rl_pipeline.telemetry.provenance import changed_code
 
 QUICK = os.environ.get("QUICK", "") not in ("", "0")

@@ -57,9 +57,9 @@ def run(settings: CompareSettings) -> None:
     _check_out(settings.out)
     uri = cli.store_uri(settings.uri)
 
-    from rl_pipeline import comparison, findings, records, report
-    from rl_pipeline.telemetry import tracker
-    from rl_pipeline.telemetry.store import quiet
+    from rl_pipeline.comparison import findings, measure, records, tables
+    from rl_pipeline.tracking import tracker
+    from rl_pipeline.tracking.store import quiet
 
     if settings.folder is not None:
         study = records.from_sweep(settings.folder)
@@ -71,12 +71,12 @@ def run(settings: CompareSettings) -> None:
         own: dict[str, str] = cli.levels(study.baseline)
         baseline = {k: v for k, v in own.items() if settings.by is None or k in settings.by} or None
     threshold = study.threshold if threshold is None else threshold
-    found = comparison.compare(
+    found = measure.compare(
         study, settings.by, baseline, threshold, settings.margin, settings.steps
     )
-    report.print_comparison(found)
+    tables.print_comparison(found)
     try:
-        files = report.write_comparison(found, settings.out)
+        files = tables.write_comparison(found, settings.out)
     except OSError as error:
         raise ConfigError(f"out={settings.out}: {error.strerror or error}") from None
     print(f"page    {settings.out / 'index.html'}")
@@ -96,8 +96,8 @@ def _place(settings: CompareSettings) -> str:
 
 
 def _read(uri: str, settings: CompareSettings) -> Any:
+    from rl_pipeline.config import stores
     from rl_pipeline.redaction import redact
-    from rl_pipeline.telemetry import stores
 
     path = stores.database_of(uri)
     if path is not None:
@@ -108,8 +108,8 @@ def _read(uri: str, settings: CompareSettings) -> Any:
         except stores.StoreError as error:
             raise ConfigError(f"uri: {error}") from None
 
-    from rl_pipeline import records
-    from rl_pipeline.telemetry.store import Store, one_line, trouble_kinds
+    from rl_pipeline.comparison import records
+    from rl_pipeline.tracking.store import Store, one_line, trouble_kinds
 
     try:
         return records.from_store(Store(uri, must_exist=True), settings.study, settings.runs)

@@ -52,8 +52,9 @@ def examine(settings: DoctorSettings) -> Iterator[Finding]:
 
 
 def _store(uri: str, fix: bool) -> Iterator[Finding]:
+    from rl_pipeline.config import stores
     from rl_pipeline.redaction import redact
-    from rl_pipeline.telemetry import databases, stores
+    from rl_pipeline.tracking import databases
 
     database = stores.database_of(uri)
     if database is not None:
@@ -74,7 +75,7 @@ def _store(uri: str, fix: bool) -> Iterator[Finding]:
         if fix and (moved := databases.follow_artifacts(database)):
             yield Finding("moved artifacts", str(database), f"{moved} places are found again")
 
-    from rl_pipeline.telemetry.store import Store, one_line, quiet, trouble_kinds
+    from rl_pipeline.tracking.store import Store, one_line, quiet, trouble_kinds
 
     quiet()
     try:
@@ -85,7 +86,7 @@ def _store(uri: str, fix: bool) -> Iterator[Finding]:
 
 
 def _leftovers(database: Path, fix: bool) -> Iterator[Finding]:
-    from rl_pipeline.telemetry import databases
+    from rl_pipeline.tracking import databases
 
     for path, dead in databases.leftovers(database):
         if not dead:
@@ -100,7 +101,7 @@ def _leftovers(database: Path, fix: bool) -> Iterator[Finding]:
 
 def _put_aside(database: Path, fix: bool) -> Finding | None:
     """Rename a half-made store, where no run is in it; None where that is not ours to do."""
-    from rl_pipeline.telemetry import databases
+    from rl_pipeline.tracking import databases
 
     what, where = "half-made store", str(database)
     if runs := databases.num_runs(database):
@@ -120,8 +121,8 @@ def _put_aside(database: Path, fix: bool) -> Finding | None:
 
 
 def _running(store: object, fix: bool) -> Iterator[Finding]:
-    from rl_pipeline.telemetry import orphans
-    from rl_pipeline.telemetry.store import Store
+    from rl_pipeline.tracking import orphans
+    from rl_pipeline.tracking.store import Store
 
     assert isinstance(store, Store)
     for run in orphans.find(store):
@@ -163,7 +164,7 @@ def _unshipped(folder: Path) -> Iterator[Finding]:
     if damage(path):
         yield Finding("damaged file", str(path), "resuming its run writes it anew", False)
     elif not _is_shipped(folder):
-        line = f"python -m rl_pipeline.telemetry.writer {shlex.quote(str(folder))}"
+        line = f"python -m rl_pipeline.tracking.writer {shlex.quote(str(folder))}"
         yield Finding("unshipped rows", str(folder), f"ship them: {line}")
 
 

@@ -28,7 +28,7 @@ def _train(cfg: DictConfig) -> float:
     """Train once; the objective of a sweep is the evaluated return."""
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
-        from rl_pipeline import jobs
+        from rl_pipeline.study import jobs
 
         own = list(hydra_config.overrides.hydra)
         return jobs.run_here(list(hydra_config.overrides.task), hydra_config.job.num, own)
@@ -36,7 +36,7 @@ def _train(cfg: DictConfig) -> float:
     try:
         with stop.no_exit():
             # Heavy imports only here: --help, --cfg and a bad setting answer at once.
-            from rl_pipeline import build, report
+            from rl_pipeline.run import build, summary
 
             result = build.train(cfg)
     except stop.Killed:
@@ -55,7 +55,7 @@ def _train(cfg: DictConfig) -> float:
         if (folder / "run.json").exists():
             terminal.say(f"folder: {terminal.shown_path(str(folder))}")
         sys.exit(1)
-    report.print_summary(result)
+    summary.print_summary(result)
     return folders.objective(result)
 
 

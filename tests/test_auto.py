@@ -11,6 +11,7 @@ from conftest import settings
 
 from rl_pipeline.config.auto import resolve
 from rl_pipeline.errors import ConfigError
+from rl_pipeline.run import facts
 
 
 def pick(name, kind, cores, num_envs="auto", lanes=1, **algo):
@@ -97,11 +98,10 @@ def test_auto_imports_nothing_heavy():
 
 
 def test_what_was_asked_and_what_was_chosen_are_both_known():
-    from rl_pipeline import build
 
     auto = settings("env=pong", "backend.num_envs=auto")
-    assert build.requested(auto)["num_envs"] == "auto"
-    assert build.requested(settings("env=pong"))["num_envs"] == 8
+    assert facts.requested(auto)["num_envs"] == "auto"
+    assert facts.requested(settings("env=pong"))["num_envs"] == 8
 
 
 def test_a_resume_keeps_what_was_chosen(tmp_path):

@@ -193,7 +193,7 @@ def test_stacks_of_a_real_game_come_back_exactly(backend):
     """Breakout by random play: games and lives begin and end, the ring wraps."""
     from conftest import settings
 
-    from rl_pipeline.build import make_envs
+    from rl_pipeline.run.build import make_envs
 
     envs = make_envs(settings("env=breakout", f"backend={backend}"), 2, 1, 1)
     buffer = Replay(envs.spec, 700, frame_stack=4, n_step=2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_pipeline import checkpoint
-from rl_pipeline.checkpoint import Checkpoints
+from rl_pipeline.run import checkpoint
+from rl_pipeline.run.checkpoint import Checkpoints
 
 
 def state(value: float) -> dict[str, torch.Tensor]:

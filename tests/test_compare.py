@@ -18,13 +18,13 @@ from conftest import Cli, settings
 from scipy.stats import binom
 
 from rl_pipeline import compare as compare_door
-from rl_pipeline import figures, findings, records, report
-from rl_pipeline.comparison import compare
+from rl_pipeline.comparison import figures, findings, records, tables
+from rl_pipeline.comparison.groups import Comparison
+from rl_pipeline.comparison.measure import compare
+from rl_pipeline.comparison.records import RunRecord, StudyRecord
 from rl_pipeline.config.folders import flatten
 from rl_pipeline.errors import ConfigError
-from rl_pipeline.groups import Comparison
-from rl_pipeline.records import RunRecord, StudyRecord
-from rl_pipeline.telemetry import tracker
+from rl_pipeline.tracking import tracker
 
 STEPS = 100_000
 NO_GPU = "a CPU, 2 cores, no GPU"
@@ -263,7 +263,7 @@ def test_seeds_without_a_return_leave_the_learning_open():
     assert compare(study(good, ten)).groups[1].parity.verdict == "not worse"
     found = compare(study(good, ten, failed))
     assert found.groups[1].parity.verdict == "incomplete"
-    rows = report.comparison_rows(found)[1]
+    rows = tables.comparison_rows(found)[1]
     assert any("open: runs without a return" in cell for cell in rows[1])
 
 
@@ -318,7 +318,7 @@ def test_what_stores_write_of_an_option_is_what_folders_say():
 def test_brackets_in_a_reason_are_printed_as_they_are(capsys):
     reason = "RuntimeError: [enforce fail at alloc_cpu.cpp:117] . [/opt/x] not there"
     bad = replace(record(9), status="failed", reason=reason, name="env.kwargs=[a]")
-    report.print_comparison(compare(study([record(1), bad])))
+    tables.print_comparison(compare(study([record(1), bad])))
     out = capsys.readouterr().out
     assert reason in out and "env.kwargs=[a]" in out
 
@@ -336,8 +336,8 @@ def test_a_name_or_a_reason_is_shown_everywhere_and_obeyed_nowhere(capsys, tmp_p
     bad = replace(bad, status="failed", reason=f"a\n{HOSTILE}", name=HOSTILE)
     found = compare(replace(study(*runs, [bad]), name=HOSTILE), by=[key])
     found.notes.append(HOSTILE)
-    report.print_comparison(found)
-    files = report.write_comparison(found, tmp_path)
+    tables.print_comparison(found)
+    files = tables.write_comparison(found, tmp_path)
     out = capsys.readouterr().out
     texts = {p.name: p.read_text() for p in files if p.suffix in (".md", ".csv", ".html")}
     for text in (out, *texts.values()):
@@ -370,10 +370,10 @@ def test_a_level_with_a_formula_in_it_is_drawn_in_every_picture(tmp_path):
 def test_the_csv_tells_ranges_from_intervals():
     rng = np.random.default_rng(14)
     found = compare(study(noisy(rng, 1000, 5), noisy(rng, 2000, 3, backend="envpool")))
-    base, few = csv.DictReader(report._csv(found).splitlines())
+    base, few = csv.DictReader(tables._csv(found).splitlines())
     assert (base["speed_interval"], few["speed_interval"]) == ("95 %", "range")
     assert few["speedup_interval"] == "95 % together" and base["speedup_interval"] == ""
-    ranges = [g["speed"]["is_range"] for g in report.as_object(found)["groups"]]
+    ranges = [g["speed"]["is_range"] for g in tables.as_object(found)["groups"]]
     assert ranges == [False, True]
 
 
@@ -512,7 +512,7 @@ class Planted:
     """A store with one factorial study: envpool x2.9, bf16 nothing, compile x1.4 with envpool."""
 
     def __init__(self, root: Path) -> None:
-        from rl_pipeline.telemetry.store import Store, quiet
+        from rl_pipeline.tracking.store import Store, quiet
 
         quiet()
         self.root = root
@@ -693,7 +693,7 @@ def test_a_study_is_compared_as_its_sweep_did_where_nothing_else_is_asked(plante
 
     def ask(**question: Any) -> Comparison:
         found: list[Comparison] = []
-        monkeypatch.setattr(report, "write_comparison", lambda c, _: found.append(c) or [])
+        monkeypatch.setattr(tables, "write_comparison", lambda c, _: found.append(c) or [])
         monkeypatch.setattr(
             tracker, "end_parent", lambda *a, artifact_path: logged.append((artifact_path, a[3]))
         )
@@ -760,7 +760,7 @@ def test_a_study_whose_sweep_died_is_marked_when_the_store_is_read_next(planted)
 
 
 def test_the_front_of_speed_and_return_has_no_point_that_another_beats():
-    from rl_pipeline.figures import pareto_front
+    from rl_pipeline.comparison.figures import pareto_front
 
     points = [(1.0, 5.0), (2.0, 4.0), (2.0, 3.0), (3.0, 1.0), (0.5, 4.5)]
     assert pareto_front(points) == [(1.0, 5.0), (2.0, 4.0), (3.0, 1.0)]

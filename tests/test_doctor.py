@@ -14,7 +14,7 @@ from trust import DEAD, LONG_S, ask, half_made, track, tracker_for, until
 
 from rl_pipeline import machine
 from rl_pipeline.config.settings import TrackingSettings
-from rl_pipeline.telemetry.tracker import create_parent
+from rl_pipeline.tracking.tracker import create_parent
 
 DOCTOR = "rl_pipeline.doctor"
 

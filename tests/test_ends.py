@@ -16,7 +16,7 @@ from conftest import Cli
 from waiting import finish, until
 
 from rl_pipeline.files import Claim
-from rl_pipeline.session import Evaluation
+from rl_pipeline.run.session import Evaluation
 
 slow = pytest.mark.slow
 

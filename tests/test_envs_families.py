@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import settings
 
-from rl_pipeline.build import make_envs
+from rl_pipeline.run.build import make_envs
 from rl_pipeline.types import Continuous, Discrete
 
 FAMILIES = {  # EnvPool's module: option, task, obs shape

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from conftest import settings
 
-from rl_pipeline.build import make_envs
 from rl_pipeline.envs.differences import KNOWN, known_differences
 from rl_pipeline.envs.parity import Sample, _kinds_p, _ks, compare, sample
+from rl_pipeline.run.build import make_envs
 from tests import counting
 
 LEVEL = 1e-3

@@ -244,7 +244,7 @@ ENV = ("envs", 0, 0)
         ((*ENV, "env"), ["object", "gymnasium.envs.registration:EnvSpec", [], 999]),
         ((*ENV, "env"), ["object", "os:_wrap_close", [["_proc", 1]], 999]),
         ((*ENV, "env"), ["object", "gymnasium.core:os.system", [], 999]),
-        ((*ENV, "env"), ["object", "rl_pipeline.session:Session", [], 999]),
+        ((*ENV, "env"), ["object", "rl_pipeline.run.session:Session", [], 999]),
         ((*ENV, "_elapsed_steps"), ["fixed", "os:system"]),
         ((*ENV, "_elapsed_steps"), ["function", "os:system", [], 999]),
         ((*ENV, "_elapsed_steps"), ["method", "os:system", None, 999]),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom, ttest_ind
 
-from rl_pipeline import stats
-from rl_pipeline.stats import Estimate
+from rl_pipeline.comparison import stats
+from rl_pipeline.comparison.stats import Estimate
 
 NOISE = 0.05
 

@@ -14,15 +14,15 @@ import psutil
 import pytest
 from trust import DEAD, LONG_S, ask, half_made, track, tracker_for, until
 
-from rl_pipeline import machine, records
-from rl_pipeline.config import resume
+from rl_pipeline import machine
+from rl_pipeline.comparison import records, tables
+from rl_pipeline.config import resume, stores
 from rl_pipeline.config.settings import TrackingSettings
+from rl_pipeline.config.stores import kept_uri
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.redaction import redact, secrets_of
-from rl_pipeline.telemetry import stores
-from rl_pipeline.telemetry.stores import kept_uri
-from rl_pipeline.telemetry.tracker import create_parent
-from rl_pipeline.telemetry.writer import request_of
+from rl_pipeline.tracking.tracker import create_parent
+from rl_pipeline.tracking.writer import request_of
 
 QUICK = ("debug=short", "total_steps=300", "eval.episodes=0", "tracking.flush_s=1")
 PASSWORD = "hunter2/with?odd#marks@all"
@@ -280,8 +280,8 @@ def test_a_run_that_died_after_its_result_ends_as_that_says(tmp_path, trainer):
 
 @pytest.mark.slow
 def test_a_run_that_its_writer_still_drains_is_alive(tmp_path, trainer):
-    from rl_pipeline.telemetry import orphans
-    from rl_pipeline.telemetry.store import Store
+    from rl_pipeline.tracking import orphans
+    from rl_pipeline.tracking.store import Store
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     one = trainer(tmp_path / "drains", uri)
@@ -343,8 +343,8 @@ def test_foreign_runs_with_our_words_harm_no_comparison_and_stay_as_they_are(cli
 
 
 def test_jobs_that_failed_or_were_killed_are_in_no_average(tmp_path):
-    from rl_pipeline.telemetry import views
-    from rl_pipeline.telemetry.store import Store
+    from rl_pipeline.tracking import views
+    from rl_pipeline.tracking.store import Store
 
     store = Store(f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = store.experiment_id("trust", None)
@@ -395,7 +395,7 @@ def test_a_store_that_is_gone_is_asked_for_and_not_made_anew(tmp_path, monkeypat
     with pytest.raises(stores.StoreError, match="tracking.uri=") as told:
         kept_uri(run)
     assert str(proj / "mlflow.db") in str(told.value)
-    command = [sys.executable, "-m", "rl_pipeline.telemetry.writer", str(run)]
+    command = [sys.executable, "-m", "rl_pipeline.tracking.writer", str(run)]
     out = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
     assert out.returncode == 2 and "tracking.uri=" in out.stdout + out.stderr
     assert not (proj / "mlflow.db").exists()
@@ -442,8 +442,8 @@ ODD = "a?b #ü%41 x'y"
 
 
 def test_a_store_lies_in_its_folder_whatever_is_in_the_path(tmp_path, monkeypatch):
-    from rl_pipeline.telemetry.store import Store
-    from rl_pipeline.telemetry.stores import how_to_open
+    from rl_pipeline.config.stores import how_to_open
+    from rl_pipeline.tracking.store import Store
 
     folder = tmp_path / ODD
     folder.mkdir()
@@ -576,7 +576,7 @@ def test_a_damaged_request_is_written_anew_by_the_next_session(tmp_path, caplog)
     first = track(tmp_path / "run", uri)
     damage(tmp_path / "run" / "tracking.json", "folder")
     assert kept_uri(tmp_path / "run") == uri
-    command = [sys.executable, "-m", "rl_pipeline.telemetry.writer", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "rl_pipeline.tracking.writer", str(tmp_path / "run")]
     out = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
     assert out.returncode == 2 and "tracking.json" in out.stdout + out.stderr
     assert "Traceback" not in out.stderr
@@ -586,7 +586,7 @@ def test_a_damaged_request_is_written_anew_by_the_next_session(tmp_path, caplog)
 
 
 def test_bad_rows_cost_only_themselves(tmp_path):
-    from rl_pipeline.telemetry.tail import Tail
+    from rl_pipeline.tracking.tail import Tail
 
     good = '{"step": %d, "time": 1.0, "metrics": {"a": 2.0}}\n'
     bad = ["[1]", "5", "null", '{"step": 1}', '{"step": 1, "time": 1, "metrics": [1]}', "\0" * 40,
@@ -655,10 +655,10 @@ def test_a_damaged_job_costs_a_comparison_of_folders_only_itself(tmp_path, text)
 
 
 def comparison_of(study):
-    from rl_pipeline import comparison, report
+    from rl_pipeline.comparison import measure
 
     try:
-        found = comparison.compare(study)
+        found = measure.compare(study)
     except (ConfigError, ValueError):
         return
-    report.comparison_rows(found)
+    tables.comparison_rows(found)

@@ -21,14 +21,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from hydra_plugins.rl_pipeline_plugins.process_launcher import ProcessLauncher, interleaved
-from rl_pipeline import jobs, machine
+from rl_pipeline import machine
+from rl_pipeline.comparison.groups import telling
 from rl_pipeline.config import folders, resume
 from rl_pipeline.config.origins import CONF
 from rl_pipeline.errors import ConfigError
-from rl_pipeline.groups import telling
-from rl_pipeline.study import grid
+from rl_pipeline.study import grid, jobs
 from rl_pipeline.study.callback import Study
+from rl_pipeline.study.launcher import ProcessLauncher, interleaved
 
 QUICK = ("debug=short", "tracking=none", "total_steps=300", "eval.episodes=0")
 

@@ -13,7 +13,7 @@ import pytest
 import waiting
 
 from rl_pipeline.config.settings import TrackingSettings
-from rl_pipeline.telemetry.tracker import Tracker, create_parent, end_parent
+from rl_pipeline.tracking.tracker import Tracker, create_parent, end_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 WAIT_S = 600.0
@@ -25,7 +25,7 @@ import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from rl_pipeline.config.settings import TrackingSettings
-from rl_pipeline.telemetry.tracker import Tracker
+from rl_pipeline.tracking.tracker import Tracker
 run_dir = Path({run_dir!r})
 settings = dict(name="server", uri={uri!r}, experiment="telemetry", flush_s=0.5)
 settings = TrackingSettings(**settings, system_metrics=False)
@@ -278,7 +278,7 @@ def test_a_store_out_of_reach_stops_nothing_and_is_served_later(lab, tmp_path, c
     assert tracker.finish(0.0)["pending"], "it is left to drain in the background"
     state = tracker.finish(WAIT_S)
     assert state["pending"] and state["values"] == 0
-    assert "rl_pipeline.telemetry.writer" in caplog.text
+    assert "rl_pipeline.tracking.writer" in caplog.text
     log = (tmp_path / "run" / "tracking.log").read_text()
     assert log.count("trying again") == 1 and "Traceback" not in log
     assert "secret" not in log + (tmp_path / "run" / "mlflow.json").read_text()
@@ -287,7 +287,7 @@ def test_a_store_out_of_reach_stops_nothing_and_is_served_later(lab, tmp_path, c
     request = json.loads((tmp_path / "run" / "tracking.json").read_text())
     request["uri"] = lab.uri
     (tmp_path / "run" / "tracking.json").write_text(json.dumps(request))
-    command = [sys.executable, "-m", "rl_pipeline.telemetry.writer", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "rl_pipeline.tracking.writer", str(tmp_path / "run")]
     subprocess.run(command, check=True, cwd=ROOT, timeout=WAIT_S)
     state = json.loads((tmp_path / "run" / "mlflow.json").read_text())
     assert state["values"] == 30 and state["status"] == "FINISHED"

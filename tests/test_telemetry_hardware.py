@@ -190,7 +190,7 @@ def test_what_a_study_writes_does_not_make_its_code_another_one():
 def test_provenance_imports_nothing_heavy():
     code = (
         "import sys, pathlib; from rl_pipeline.telemetry.provenance import provenance as p; "
-        "p(pathlib.Path('.')); import rl_pipeline.telemetry.tracker; "
+        "p(pathlib.Path('.')); import rl_pipeline.tracking.tracker; "
         "sys.exit(bool({'torch', 'mlflow', 'numpy'} & set(sys.modules)))"
     )
     root = Path(__file__).resolve().parents[1]

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from rl_pipeline.config.settings import TrackingSettings
-from rl_pipeline.telemetry import views
-from rl_pipeline.telemetry.final import final_metrics, machine_of
-from rl_pipeline.telemetry.tracker import NullTracker, redact, resolve
-from rl_pipeline.telemetry.writer import Store, Tail
+from rl_pipeline.tracking import views
+from rl_pipeline.tracking.final import final_metrics, machine_of
+from rl_pipeline.tracking.tracker import NullTracker, redact, resolve
+from rl_pipeline.tracking.writer import Store, Tail
 
 CWD = Path("/home/me/work")
 

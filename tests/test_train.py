@@ -16,7 +16,7 @@ import torch
 from conftest import Cli
 from waiting import finish, until
 
-from rl_pipeline.evaluate import evaluate
+from rl_pipeline.run.evaluation import evaluate
 from rl_pipeline.types import Discrete, EnvSpec, Episode, Step
 
 HERE = Path(__file__).parent

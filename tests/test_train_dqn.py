@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import settings
 
-from rl_pipeline import build, checkpoint
 from rl_pipeline.errors import ConfigError
+from rl_pipeline.run import build, checkpoint
 
 SHORT = (
     "algo=dqn", "env=cartpole", "backend=gymnasium", "backend.num_envs=1", "tracking=none",

@@ -28,8 +28,8 @@ from rl_pipeline.learners.networks import make_trunk
 from rl_pipeline.learners.normalizers import ObsNormalizer
 from rl_pipeline.learners.ppo import APPROX_KL, PPO
 from rl_pipeline.loops.sync import Counters, run
+from rl_pipeline.run.parts import make_replay
 from rl_pipeline.telemetry.window import Window
-from rl_pipeline.training import make_replay
 from rl_pipeline.types import Discrete, EnvSpec, Step
 
 ROOT = str(Path(__file__).resolve().parents[1])

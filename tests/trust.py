@@ -12,7 +12,7 @@ import time
 import psutil
 
 from rl_pipeline.config.settings import TrackingSettings
-from rl_pipeline.telemetry.tracker import Tracker
+from rl_pipeline.tracking.tracker import Tracker
 
 LONG_S = 240.0
 """Only so long that a hang ends: a busy machine is no failure."""
@@ -58,7 +58,7 @@ TRAINER = """
 import json, sys, time
 from pathlib import Path
 from rl_pipeline.config.settings import ConfigError, TrackingSettings
-from rl_pipeline.telemetry.tracker import Tracker
+from rl_pipeline.tracking.tracker import Tracker
 run_dir = Path({run_dir!r})
 run_dir.mkdir(parents=True, exist_ok=True)
 settings = TrackingSettings(name="server", uri={uri!r}, experiment="trust", flush_s=0.5,

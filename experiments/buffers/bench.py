@@ -24,7 +24,7 @@ import torch
 
 from experiments.buffers.contenders import CONTENDERS, HAVE_PRIORITIES, Contender, NotHere, Task
 from experiments.frame import QUICK, refuse_changes
-from rl_pipeline import figures, report
+from rl_pipeline.comparison import figures, tables
 from rl_pipeline.engine.runtime import keep_freed_memory
 from rl_pipeline.machine import cpu_budget
 from rl_pipeline.telemetry.provenance import changed_code, provenance
@@ -185,7 +185,7 @@ def growth(cells: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def tables(cells: list[dict[str, Any]]) -> str:
+def summary(cells: list[dict[str, Any]]) -> str:
     """Markdown: every cell with its verdict, growth with the fill, bytes."""
     names = list(CONTENDERS)
     rows = []
@@ -215,13 +215,13 @@ def tables(cells: list[dict[str, Any]]) -> str:
     against = sum("python" in verdict(c) for c in cells)
     return "\n".join([
         "Microseconds of one call: median (quartiles). Ratios above 1: rl_pipeline is faster.\n",
-        report.markdown(header, rows),
+        tables.markdown(header, rows),
         f"{sum(map(passes, cells))} of {len(cells)} cells meet their bar; at least 2x the fastest "
         f"Python peer in {twice} of {against}.\n",
         *(f"- {line}" for line in growth(cells)),
         *(f"- {name} is missing: {why}" for name, why in ABSENT.items()),
         "\nBytes stored for a transition, without the interpreter's own (a deque's are many).\n",
-        report.markdown(["task", "sampler", "rows", *names], memory),
+        tables.markdown(["task", "sampler", "rows", *names], memory),
     ])  # fmt: skip
 
 
@@ -284,7 +284,7 @@ def main() -> None:
     (OUT / "bench.json").write_text(
         json.dumps({"facts": about, "absent": ABSENT, "cells": cells}, indent=1) + "\n"
     )
-    text = tables(cells)
+    text = summary(cells)
     lines = [f"- {key}: {value}" for key, value in about.items()]
     (OUT / "table.md").write_text(text + "\nMeasured on:\n\n" + "\n".join(lines) + "\n")
     draw(cells, OUT / "bench.png")

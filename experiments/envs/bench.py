@@ -25,13 +25,14 @@ import numpy as np
 from experiments import frame
 from experiments.envs import steppers
 from experiments.envs.paired import Cell, bar_of, summarize, take_turns
-from rl_pipeline import figures, report
+from rl_pipeline.comparison import figures, tables
+from rl_pipeline.config import stores
 from rl_pipeline.config.settings import TrackingSettings
 from rl_pipeline.machine import cpu_budget
-from rl_pipeline.telemetry import stores, tracker
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.terminal import shown_path
+from rl_pipeline.tracking import tracker
 
 HERE = Path(__file__).parent
 MAX_PROCESSES = 64
@@ -226,7 +227,7 @@ def write(options: Options, rows: list[dict[str, Any]], facts: dict[str, Any]) -
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     files = [out / name for name in ("table.md", "table.csv", "results.json", "envs.png")]
-    text = verdicts(rows) + "\n" + report.markdown(HEADER, [table_row(row) for row in rows])
+    text = verdicts(rows) + "\n" + tables.markdown(HEADER, [table_row(row) for row in rows])
     files[0].write_text(text + f"\nMachine: {machine(facts)}\n")
     names = list(dict.fromkeys(k for row in rows for k in row if k != "seconds_per_step"))
     with open(files[1], "w", newline="") as file:
@@ -281,7 +282,7 @@ def log_sweep(
         return None
     from mlflow.entities import Metric
 
-    from rl_pipeline.telemetry.store import Store
+    from rl_pipeline.tracking.store import Store
 
     store = Store(parent["uri"])
     for row in rows:

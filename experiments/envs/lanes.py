@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from experiments.envs.bench import machine, machine_facts
-from rl_pipeline import report
+from rl_pipeline.comparison import tables
 
 HERE = Path(__file__).parent
 ROWS = 1024
@@ -97,7 +97,7 @@ def main() -> None:
             f"{statistics.median(ratios):.3f} ({min(ratios):.3f} - {max(ratios):.3f})",
             f"{share['act']:.0%}, {share['env']:.0%}",
         ])  # fmt: skip
-    text = f"{report.markdown(HEADER, rows)}\nMachine: {machine(facts)}\n"
+    text = f"{tables.markdown(HEADER, rows)}\nMachine: {machine(facts)}\n"
     out = Path(str(options["out"]))
     out.mkdir(parents=True, exist_ok=True)
     (out / "lanes.md").write_text(text)

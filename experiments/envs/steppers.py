@@ -13,11 +13,11 @@ import numpy as np
 from hydra import compose, initialize_config_dir
 
 from experiments.envs.paired import Advance, Cell
-from rl_pipeline import build
 from rl_pipeline.config import load
 from rl_pipeline.config.origins import CONF
 from rl_pipeline.config.settings import EnvSettings, Settings
 from rl_pipeline.envs.lanes import Lanes
+from rl_pipeline.run import build
 from rl_pipeline.types import Discrete, EnvSpec, VecEnv
 
 NUM_ACTIONS = 64

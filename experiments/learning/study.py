@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import frame
-from rl_pipeline import stats
+from rl_pipeline.comparison import stats
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

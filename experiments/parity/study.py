@@ -14,7 +14,6 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 
 from experiments import frame
-from rl_pipeline.build import make_training_envs
 from rl_pipeline.config import load
 from rl_pipeline.config.origins import CONF
 from rl_pipeline.config.settings import EnvSettings, Settings
@@ -23,6 +22,7 @@ from rl_pipeline.envs.parity import Sample, Verdict, sample
 from rl_pipeline.envs.parity import compare as compare_samples
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.machine import cpu_budget
+from rl_pipeline.run.build import make_training_envs
 from rl_pipeline.telemetry.provenance import changed_code, provenance
 from rl_pipeline.types import VecEnv
 

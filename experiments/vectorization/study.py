@@ -23,7 +23,7 @@ from experiments import frame
 from experiments.envs import bench, steppers
 from experiments.envs.paired import Advance, Cell, take_turns
 from experiments.vectorization.naive import NaiveEnvs
-from rl_pipeline import figures, report
+from rl_pipeline.comparison import figures, tables
 from rl_pipeline.terminal import shown_path
 
 HERE = Path(__file__).parent
@@ -118,7 +118,7 @@ def write(out: Path, rows: list[dict[str, Any]], facts: dict[str, Any], options:
         ]
         for row in rows
     ]  # fmt: skip
-    text = f"{answer(rows)}\n{report.markdown(HEADER, lines)}\nMachine: {bench.machine(facts)}\n"
+    text = f"{answer(rows)}\n{tables.markdown(HEADER, lines)}\nMachine: {bench.machine(facts)}\n"
     (out / "table.md").write_text(text)
     content = {"facts": facts, "options": asdict(options) | {"out": ""}, "rows": rows}
     (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -18,13 +18,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_pipeline import files, stop, terminal
+from rl_pipeline.config.checks import check_no_secrets
 from rl_pipeline.config.explain import explain_composition, one_line
 from rl_pipeline.config.folders import run_dir
 from rl_pipeline.config.options import groups, known_keys, options_of
 from rl_pipeline.config.resume import with_resumed_overrides, with_resumed_sweep
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import working_directory
-from rl_pipeline.telemetry.stores import check_no_secrets
 
 
 class Refused(SystemExit):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable
 
 from rl_pipeline.config import memory
 from rl_pipeline.config.folders import find_run
 from rl_pipeline.config.settings import Settings
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import working_directory
+from rl_pipeline.redaction import holds_secret
 
 
 def check_place(key: str, folder: str) -> None:
@@ -41,8 +44,8 @@ def check_machine(settings: Settings, here: bool = True) -> None:
     from importlib.metadata import version
     from importlib.util import find_spec
 
-    from rl_pipeline.telemetry import stores
-    from rl_pipeline.telemetry.stores import kept_uri
+    from rl_pipeline.config import stores
+    from rl_pipeline.config.stores import kept_uri
 
     if settings.backend.name.startswith("envpool") and find_spec("envpool") is None:
         raise ConfigError(
@@ -58,7 +61,7 @@ def check_machine(settings: Settings, here: bool = True) -> None:
     tracking, environ = settings.tracking, os.environ.get("MLFLOW_TRACKING_URI")
     key = "MLFLOW_TRACKING_URI" if environ and not tracking.uri else "tracking.uri"
     try:
-        stores.check_no_secret("tracking.uri", tracking.uri)
+        check_no_secret("tracking.uri", tracking.uri)
         if tracking.name == "none":
             return
         if settings.resume and not (tracking.uri or environ):
@@ -73,3 +76,19 @@ def check_machine(settings: Settings, here: bool = True) -> None:
         if isinstance(error, stores.StoreError):
             told = f"{key}: {told}; tracking=none trains without a store"
         raise ConfigError(told) from None
+
+
+def check_no_secret(key: str, text: str | None) -> None:
+    """Raise ConfigError for a password or token in a setting: all of them are recorded."""
+    if text and holds_secret(text):
+        raise ConfigError(
+            f"{key} holds a password, token or key, which would be recorded with every run; set "
+            "the address as the environment variable MLFLOW_TRACKING_URI and leave it out here"
+        )
+
+
+def check_no_secrets(overrides: Iterable[str]) -> None:
+    """The same for a command line, or for the lines of a configuration."""
+    for override in overrides:
+        key = re.split("[=:]", override, maxsplit=1)[0].strip().lstrip("+~- ")
+        check_no_secret(key, override)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from rl_pipeline.config import checks
 from rl_pipeline.config.options import near
 from rl_pipeline.config.settings import Frozen
 from rl_pipeline.errors import ConfigError
@@ -50,11 +51,11 @@ def parse(model: type[Model], argv: list[str]) -> Model:
 
 def store_uri(given: str | None) -> str:
     """The store that a door reads; raises ConfigError for one that cannot be."""
+    from rl_pipeline.config import stores
     from rl_pipeline.config.settings import TrackingSettings
-    from rl_pipeline.telemetry import stores
 
     try:
-        stores.check_no_secret("uri", given)
+        checks.check_no_secret("uri", given)
         store = TrackingSettings(name="mlflow", uri=given)
         uri = stores.resolve(store, working_directory(), dict(os.environ))[0]
         stores.check_driver(uri, "tracking.uri" if given else "MLFLOW_TRACKING_URI")

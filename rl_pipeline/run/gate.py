@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_pipeline import files
 from rl_pipeline.config.app import refusing
-from rl_pipeline.config.checks import check_machine, check_place, check_study
+from rl_pipeline.config.checks import check_machine, check_no_secrets, check_place, check_study
 from rl_pipeline.config.folders import has_run, is_done, is_unshipped
 from rl_pipeline.config.load import job_config, load
 from rl_pipeline.config.options import check_recipe
@@ -20,7 +20,6 @@ from rl_pipeline.config.resume import check_resume
 from rl_pipeline.config.settings import Settings
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import OURS, Claim
-from rl_pipeline.telemetry.stores import check_no_secrets
 from rl_pipeline.terminal import quoted
 
 
@@ -51,12 +50,12 @@ class Gate(Callback):
 
 def ship(folder: Path) -> int:
     """Do what is left of a finished run: bring its rows to the store; returns the exit code."""
-    from rl_pipeline import report
+    from rl_pipeline.run import summary
 
-    command = [sys.executable, "-m", "rl_pipeline.telemetry.writer", str(folder)]
+    command = [sys.executable, "-m", "rl_pipeline.tracking.writer", str(folder)]
     code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.__stderr__).returncode
     tracked = files.read_json(folder / "mlflow.json")
-    report.print_summary(files.read_json(folder / "result.json") | {"tracking": tracked})
+    summary.print_summary(files.read_json(folder / "result.json") | {"tracking": tracked})
     others = 4  # another process ships it: nothing is left to do here
     return 0 if code == others else code
 

@@ -15,9 +15,9 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rl_pipeline.config import origins
+from rl_pipeline.config import origins, stores
 from rl_pipeline.config.app import refusing
-from rl_pipeline.config.checks import check_place
+from rl_pipeline.config.checks import check_no_secrets, check_place
 from rl_pipeline.config.folders import REQUEST_FILE, STUDY_FILE, flatten, has_run, sweeps_elsewhere
 from rl_pipeline.config.options import near
 from rl_pipeline.config.origins import parse_overrides
@@ -27,10 +27,8 @@ from rl_pipeline.files import read_json, working_directory, write_json
 from rl_pipeline.machine import myself
 from rl_pipeline.redaction import redact
 from rl_pipeline.study.grid import sweep_settings, varied_keys
-from rl_pipeline.telemetry import stores
-from rl_pipeline.telemetry.stores import check_no_secrets
-from rl_pipeline.telemetry.tracker import LOST, trains
 from rl_pipeline.terminal import command, in_shell, plain, quoted, say, shell_line, shown_path
+from rl_pipeline.tracking.tracker import LOST, trains
 
 _HANDED_ON = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 
@@ -85,7 +83,7 @@ class Study(Callback):
             "baseline": self._settings.baseline, "threshold": self._settings.threshold,
         }  # fmt: skip
         if grid[0].tracking.name != "none":
-            from rl_pipeline.telemetry import tracker
+            from rl_pipeline.tracking import tracker
 
             self._parent = tracker.create_parent(
                 grid[0].tracking, name, _tags(name, folder, _jobs(config, grid), varied),
@@ -103,7 +101,7 @@ class Study(Callback):
     @_fatal
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Compare, show and keep the answer, close the parent run, and fail if a job did."""
-        from rl_pipeline import records
+        from rl_pipeline.comparison import records
 
         folder = Path(str(config.hydra.sweep.dir))
         study = records.from_sweep(folder)
@@ -135,11 +133,11 @@ class Study(Callback):
 
     def _compare(self, study: Any, folder: Path) -> tuple[list[Path], dict[str, str]]:
         """Its files, and what the parent's tags say of it."""
-        from rl_pipeline import comparison, findings, report
+        from rl_pipeline.comparison import findings, measure, tables
         from rl_pipeline.config.cli import levels
 
         try:
-            found = comparison.compare(
+            found = measure.compare(
                 study, baseline=levels(self._settings.baseline or {}),
                 threshold=self._settings.threshold,
             )  # fmt: skip
@@ -150,8 +148,8 @@ class Study(Callback):
                 if not run.finished:
                     print(plain(f"{run.status} {run.name}\n    {run.reason}"))
             return [], {}
-        report.print_comparison(found)
-        files = report.write_comparison(found, folder / "comparison")
+        tables.print_comparison(found)
+        files = tables.write_comparison(found, folder / "comparison")
         print(f"page    {shown_path(str(folder / 'comparison' / 'index.html'))}")
         tags = {"answer": findings.in_one_line(found)}
         # For a later comparison: the first to run, where none was named, is known only here.
@@ -174,7 +172,7 @@ class Study(Callback):
         if status == "killed":
             self._say_resume()
         if self._parent:
-            from rl_pipeline.telemetry import tracker
+            from rl_pipeline.tracking import tracker
 
             tracker.end_parent(
                 self._parent, status, list(artifacts), tags=tags, artifact_path="comparison"
@@ -208,7 +206,7 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
     if study.interleave and config.hydra.launcher.shuffle:
         raise ConfigError("hydra.launcher.shuffle has no effect with study.interleave=true")
     if _ordered_by_us(config):
-        from hydra_plugins.rl_pipeline_plugins.process_launcher import ProcessLauncher
+        from rl_pipeline.study.launcher import ProcessLauncher
 
         own = {str(k): v for k, v in config.hydra.launcher.items() if k != "_target_"}
         try:
@@ -266,7 +264,7 @@ def _is_grid(config: DictConfig) -> bool:
 
 def _params(config: DictConfig, grid: list[Settings], varied: list[str]) -> dict[str, Any]:
     """What the study varies, how, and what all its jobs have in common."""
-    from rl_pipeline.groups import telling
+    from rl_pipeline.comparison.groups import telling
 
     flat = [flatten(settings.model_dump(mode="json")) for settings in grid]
     common = {k: v for k, v in flat[0].items() if all(f.get(k) == v for f in flat)}

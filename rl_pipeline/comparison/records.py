@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_pipeline import shapes
+from rl_pipeline.comparison import shapes
 from rl_pipeline.config.folders import STUDY_FILE, flatten, sweeps_elsewhere
 from rl_pipeline.config.options import near
 from rl_pipeline.errors import ConfigError
-from rl_pipeline.telemetry import orphans
-from rl_pipeline.telemetry.final import final_metrics, machine_of
 from rl_pipeline.telemetry.provenance import changed_code
-from rl_pipeline.telemetry.tracker import LOST
+from rl_pipeline.tracking import orphans
+from rl_pipeline.tracking.final import final_metrics, machine_of
+from rl_pipeline.tracking.tracker import LOST
 
 if TYPE_CHECKING:
-    from rl_pipeline.telemetry.store import Store
+    from rl_pipeline.tracking.store import Store
 
 # Asked for and what came of it: the key of result.json's `effective` to the setting's own.
 _EFFECTIVE = {

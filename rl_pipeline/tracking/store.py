@@ -13,10 +13,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from rl_pipeline.config.stores import StoreError, check_database, database_of
 from rl_pipeline.redaction import redact
-from rl_pipeline.telemetry import databases, views
-from rl_pipeline.telemetry.stores import StoreError, check_database, database_of
-from rl_pipeline.telemetry.tail import store_name
+from rl_pipeline.tracking import databases, views
+from rl_pipeline.tracking.tail import store_name
 
 PARAM_CHARS, TAG_CHARS, PARAMS_PER_CALL = 6000, 5000, 100
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}

@@ -14,22 +14,24 @@ import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from rl_pipeline import checkpoint, stop
+from rl_pipeline import stop
 from rl_pipeline.config import folders, load, origins
 from rl_pipeline.config.settings import PPOSettings, Settings
-from rl_pipeline.engine.runtime import Runtime, make_runtime, stream_seed
+from rl_pipeline.config.stores import kept_uri
+from rl_pipeline.engine.runtime import make_runtime, stream_seed
 from rl_pipeline.errors import ConfigError
-from rl_pipeline.evaluate import evaluate
-from rl_pipeline.files import Claim, told, working_directory, write_json
-from rl_pipeline.session import Session
+from rl_pipeline.files import Claim, told, write_json
+from rl_pipeline.run import checkpoint
+from rl_pipeline.run.evaluation import evaluate
+from rl_pipeline.run.facts import describe, make_facts
+from rl_pipeline.run.parts import make_training
+from rl_pipeline.run.session import Session
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import Progress
-from rl_pipeline.telemetry.provenance import changed_code, provenance
+from rl_pipeline.telemetry.provenance import changed_code
 from rl_pipeline.telemetry.recorder import Recorder
-from rl_pipeline.telemetry.stores import kept_uri
-from rl_pipeline.telemetry.tracker import NullTracker, Tracker
-from rl_pipeline.terminal import quoted, say, shell_line
-from rl_pipeline.training import make_training
+from rl_pipeline.terminal import say
+from rl_pipeline.tracking.tracker import NullTracker, Tracker
 from rl_pipeline.types import Learner, VecEnv
 
 
@@ -108,100 +110,6 @@ def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tra
         folder, tracking, run_name=facts["name"], params=params, tags=tags,
         parent_run_id=study.get("parent_run_id"),
     )  # fmt: skip
-
-
-def describe(settings: Settings, facts: dict[str, Any]) -> str:
-    """A run's description as a person reads it in the MLflow UI."""
-    e = facts["effective"]
-    return (
-        f"{settings.algo.name} on {settings.env.id}, {settings.total_steps:,} env steps, "
-        f"{settings.backend.num_envs} environments on {e['backend']}, {e['device']}, "
-        f"{e['precision']}, {e['compile']}, {e['mode']}, seed {facts['seed']}.\n\n"
-        f"    {facts['provenance']['command']}\n\nFolder: `{facts['folder']}`"
-    )
-
-
-def requested(settings: Settings) -> dict[str, Any]:
-    """The choices a comparison groups by, as asked for."""
-    auto = dict.fromkeys(settings.chosen, "auto")
-    return {
-        "backend": settings.backend.name,
-        "num_envs": auto.get("backend.num_envs", settings.backend.num_envs),
-        "lanes": auto.get("backend.lanes", settings.backend.lanes),
-        "buffer": settings.buffer.name,
-        "placement": settings.buffer.placement,
-        "precision": settings.precision.name,
-        "compile": settings.compile.name,
-        "compile_backend": settings.compile.backend,
-        "device": settings.device.name,
-        "mode": settings.mode.name,
-        "threads": settings.backend.num_threads,
-    }
-
-
-def make_facts(
-    settings: Settings,
-    folder: Path,
-    overrides: list[str],
-    runtime: Runtime,
-    run_id: str,
-    composed_from: dict[str, Any],
-) -> dict[str, Any]:
-    """What result.json says about a run before its first step."""
-    study, name = folders.multirun_of(overrides)
-    plan = runtime.threads
-    effective = requested(settings) | {
-        "num_envs": settings.backend.num_envs,
-        "lanes": settings.backend.lanes,
-        "device": str(runtime.device),
-        "threads": {
-            "budget": plan.budget,
-            "torch": plan.torch_threads,
-            "act": plan.act_threads,
-            "envs": plan.env_threads,
-        },
-    }
-    reasons = {
-        **settings.chosen,
-        **{f"threads.{k}": v for k, v in plan.reasons.items()},
-        "device": runtime.device_reason,
-        **runtime.reasons,
-    }
-    plain = not any(o.startswith(("backend=", "experiment=")) for o in overrides)
-    if plain and settings.env.envpool_id is None and settings.backend.name == "gymnasium":
-        reasons["backend"] = f"gymnasium (no EnvPool task is known for env={settings.env.name})"
-    if settings.seed is None:
-        reasons["seed"] = f"{runtime.seed} (drawn, none was given)"
-    arguments = [*origins.flags(composed_from), *overrides, *origins.search_path(composed_from)]
-    commands = {"command": shell_line("train", *arguments)}
-    if settings.resume:
-        resume = f"resume={quoted(settings.resume)}"
-        commands["resume_command"] = shell_line("train", *arguments, resume)
-    return {
-        "run_id": run_id,
-        "name": name
-        or f"{settings.env.name} {settings.algo.name} {settings.backend.name} "
-        f"s{runtime.seed} {run_id}",
-        "experiment": settings.tracking.experiment
-        or os.environ.get("MLFLOW_EXPERIMENT_NAME", "rl_pipeline"),
-        "folder": str(folder),
-        "seed": runtime.seed,
-        "task": {"env": settings.env.name, "id": settings.env.id, "algo": settings.algo.name},
-        "total_steps": settings.total_steps,
-        "overrides": overrides,
-        "study": study,
-        "requested": requested(settings),
-        "effective": effective,
-        "reasons": reasons,
-        "startup": {},
-        "provenance": _provenance() | commands,
-    }
-
-
-def _provenance() -> dict[str, Any]:
-    """Of the code that runs, wherever one works; of the working directory for an installed copy."""
-    ours = provenance(origins.PACKAGE)
-    return ours if ours["git"] else provenance(working_directory())
 
 
 def make_evaluation(

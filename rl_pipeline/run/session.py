@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import torch
 
-from rl_pipeline.checkpoint import Checkpoints
 from rl_pipeline.config.settings import Settings
 from rl_pipeline.engine.graphs import CompileLog
 from rl_pipeline.engine.phases import NullPhases, Phases, SerialisedPhases
@@ -23,13 +22,14 @@ from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import give_room, told, why_not, write_json
 from rl_pipeline.loops import sync
 from rl_pipeline.redaction import redact
+from rl_pipeline.run.checkpoint import Checkpoints
+from rl_pipeline.run.parts import OffPolicy
 from rl_pipeline.stop import Killed, StopRequest, no_exit
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView
 from rl_pipeline.telemetry.recorder import Recorder, bottleneck
-from rl_pipeline.telemetry.tracker import NullTracker, Tracker
 from rl_pipeline.terminal import say
-from rl_pipeline.training import OffPolicy
+from rl_pipeline.tracking.tracker import NullTracker, Tracker
 from rl_pipeline.types import Episode, Learner, Metrics, StateError, VecEnv
 
 DRAIN_S = 60.0

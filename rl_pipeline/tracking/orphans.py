@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rl_pipeline import machine
 from rl_pipeline.config.folders import REQUEST_FILE, STATE_FILE
 from rl_pipeline.files import read_json
-from rl_pipeline.telemetry.tracker import run_key_of, trains
+from rl_pipeline.tracking.tracker import run_key_of, trains
 
 if TYPE_CHECKING:
-    from rl_pipeline.telemetry.store import Store
+    from rl_pipeline.tracking.store import Store
 
 DIED = "the training process died without ending the run"
 SWEEP_DIED = "the sweep died"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rl_pipeline import stats
+from rl_pipeline.comparison import stats
+from rl_pipeline.comparison.groups import Comparison, Group, short
+from rl_pipeline.comparison.records import RunRecord, StudyRecord
+from rl_pipeline.comparison.stats import Effect, Estimate
 from rl_pipeline.envs.differences import known_differences
-from rl_pipeline.groups import Comparison, Group, short
-from rl_pipeline.records import RunRecord, StudyRecord
-from rl_pipeline.stats import Effect, Estimate
 
 
 def in_words(ratio: Estimate) -> str:

@@ -12,12 +12,19 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rl_pipeline import stats
+from rl_pipeline.comparison import stats
+from rl_pipeline.comparison.findings import add_effects, damaged, in_words, make_notes
+from rl_pipeline.comparison.groups import (
+    Comparison,
+    Group,
+    group_keys,
+    make_groups,
+    tell_recipes,
+    unknown_key,
+)
+from rl_pipeline.comparison.records import RunRecord, StudyRecord
+from rl_pipeline.comparison.stats import Estimate, Parity
 from rl_pipeline.errors import ConfigError
-from rl_pipeline.findings import add_effects, damaged, in_words, make_notes
-from rl_pipeline.groups import Comparison, Group, group_keys, make_groups, tell_recipes, unknown_key
-from rl_pipeline.records import RunRecord, StudyRecord
-from rl_pipeline.stats import Estimate, Parity
 
 PARITY_SHARE = 0.1
 """Default margin: this share of the return that the baseline gained by learning."""

@@ -15,9 +15,8 @@ from urllib.parse import quote, urlsplit
 
 from rl_pipeline.config.folders import REQUEST_FILE, STATE_FILE
 from rl_pipeline.config.settings import TrackingSettings
-from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import read_json, working_directory
-from rl_pipeline.redaction import HIDDEN, holds_secret, redact
+from rl_pipeline.redaction import HIDDEN, redact
 from rl_pipeline.terminal import in_shell
 
 _SCHEMES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks"}
@@ -120,22 +119,6 @@ def check_driver(uri: str, key: str = "tracking.uri") -> None:
             f"{key}={redact(uri, uri)} is no database address; write it as "
             "postgresql://user@host:5432/database"
         ) from None
-
-
-def check_no_secret(key: str, text: str | None) -> None:
-    """Raise ConfigError for a password or token in a setting: all of them are recorded."""
-    if text and holds_secret(text):
-        raise ConfigError(
-            f"{key} holds a password, token or key, which would be recorded with every run; set "
-            "the address as the environment variable MLFLOW_TRACKING_URI and leave it out here"
-        )
-
-
-def check_no_secrets(overrides: Iterable[str]) -> None:
-    """The same for a command line, or for the lines of a configuration."""
-    for override in overrides:
-        key = re.split("[=:]", override, maxsplit=1)[0].strip().lstrip("+~- ")
-        check_no_secret(key, override)
 
 
 # -- stores that are files ------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The tracking child: tails a run's metrics.jsonl and ships it to MLflow in batches.
 
-    python -m rl_pipeline.telemetry.writer <run_dir>
+    python -m rl_pipeline.tracking.writer <run_dir>
 
 ships what a run left unshipped, and ends its run; the trainer starts the same with `--follow`.
 `mlflow.json` in the run folder says how far it came.
@@ -26,12 +26,13 @@ from filelock import FileLock, Timeout
 
 from rl_pipeline import machine
 from rl_pipeline.config.folders import REQUEST_FILE, STATE_FILE
+from rl_pipeline.config.stores import StoreError, database_of, kept_uri
 from rl_pipeline.files import read_json, write_json
 from rl_pipeline.redaction import redact
-from rl_pipeline.telemetry import orphans, views
-from rl_pipeline.telemetry.databases import ARTIFACTS
-from rl_pipeline.telemetry.final import final_metrics, machine_of
-from rl_pipeline.telemetry.store import (
+from rl_pipeline.tracking import orphans, views
+from rl_pipeline.tracking.databases import ARTIFACTS
+from rl_pipeline.tracking.final import final_metrics, machine_of
+from rl_pipeline.tracking.store import (
     TAG_CHARS,
     Store,
     load_client,
@@ -40,9 +41,8 @@ from rl_pipeline.telemetry.store import (
     say,
     trouble_kinds,
 )
-from rl_pipeline.telemetry.stores import StoreError, database_of, kept_uri
-from rl_pipeline.telemetry.tail import CALL_VALUES, Batch, Tail
-from rl_pipeline.telemetry.tracker import trains
+from rl_pipeline.tracking.tail import CALL_VALUES, Batch, Tail
+from rl_pipeline.tracking.tracker import trains
 
 LOCK_FILE = ".writer.lock"
 
@@ -403,7 +403,7 @@ def end_run(request: Mapping[str, Any]) -> dict[str, str]:
 
 def main() -> int:
     """Command line of the child; 0 done, 1 store trouble, 3 gave up, 4 another one is at it."""
-    parser = argparse.ArgumentParser(prog="python -m rl_pipeline.telemetry.writer")
+    parser = argparse.ArgumentParser(prog="python -m rl_pipeline.tracking.writer")
     parser.add_argument("run_dir", nargs="?", type=Path)
     parser.add_argument("--follow", action="store_true", help="until standard input ends")
     parser.add_argument("--create-parent", action="store_true", help="request on standard input")

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rl_pipeline.comparison.records import RunRecord
+from rl_pipeline.comparison.stats import Effect, Estimate, Interaction, Parity
 from rl_pipeline.config.options import near
 from rl_pipeline.errors import ConfigError
-from rl_pipeline.records import RunRecord
-from rl_pipeline.stats import Effect, Estimate, Interaction, Parity
 
 SAME_RECIPE = (
     "backend", "backend.num_threads", "backend.lanes", "backend.step_timeout_s", "threads",

@@ -14,8 +14,8 @@ from urllib.request import url2pathname
 
 from filelock import FileLock
 
+from rl_pipeline.config.stores import StoreError, check_database, connect, uri_of
 from rl_pipeline.machine import alive, myself
-from rl_pipeline.telemetry.stores import StoreError, check_database, connect, uri_of
 
 ARTIFACTS = "mlartifacts"
 _ENDINGS = ("", "-journal", "-wal", "-shm")

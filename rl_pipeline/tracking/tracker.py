@@ -1,7 +1,7 @@
 """The training side of tracking: names the store, starts the shipping child, never waits for it.
 
 The trainer appends rows to `metrics.jsonl`, the record that survives everything. A child process
-(`rl_pipeline.telemetry.writer`) tails that file and ships it to MLflow, so that MLflow's import,
+(`rl_pipeline.tracking.writer`) tails that file and ships it to MLflow, so that MLflow's import,
 its threads and every trouble of the store stay out of the training process.
 """
 
@@ -23,15 +23,15 @@ from typing import Any
 from rl_pipeline import machine
 from rl_pipeline.config.folders import REQUEST_FILE, STATE_FILE
 from rl_pipeline.config.settings import TrackingSettings
+from rl_pipeline.config.stores import database_of, hint_of, resolve
 from rl_pipeline.files import read_json, working_directory, write_json
 from rl_pipeline.redaction import redact
-from rl_pipeline.telemetry.stores import database_of, hint_of, resolve
 from rl_pipeline.terminal import shell_line
 
 LOST = "lost_jobs"
 """Tag of a study: how many jobs ended before they had a run; `<LOST>.<n>` describes each."""
 LOG_FILE = "tracking.log"
-_WRITER = "rl_pipeline.telemetry.writer"
+_WRITER = "rl_pipeline.tracking.writer"
 PATIENCE_S = 8.0
 """How long a store that is in trouble or does not answer keeps a finished run."""
 _log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rl_pipeline import stats
-from rl_pipeline.comparison import seconds_of, trained
-from rl_pipeline.findings import in_one_line, what_ran
-from rl_pipeline.groups import Comparison, Group, short
+from rl_pipeline.comparison import stats
+from rl_pipeline.comparison.findings import in_one_line, what_ran
+from rl_pipeline.comparison.groups import Comparison, Group, short
+from rl_pipeline.comparison.measure import seconds_of, trained
 from rl_pipeline.terminal import plain
 
 if TYPE_CHECKING:
