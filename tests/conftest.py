@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from waiting import Brood, finish, until
 from rl_pipeline.config import load
 from rl_pipeline.config.origins import CONF
 
+# A shell ignores it for what it starts in the background, and that is passed on to every child.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Two test workers on two cores: one thread each, before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

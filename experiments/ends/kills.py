@@ -98,6 +98,7 @@ class Trial:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._await(stage, process)
+        over = process.poll() is not None or self._is_over()
         process.send_signal(signal.Signals[self.signal])
         asked = time.monotonic()
         _, text = process.communicate()
@@ -109,6 +110,8 @@ class Trial:
         status = self._result().get("status")
         if code == 0 and status != "finished" or code == 128 + number and status == "finished":
             self.trouble.append(f"exit code {code}, status {status}")
+        if code == 0 and not over:
+            self.trouble.append(f"{self.signal} changed nothing")
         if took > 10:
             self.trouble.append(f"took {took:.0f} s to end")
         if code == 128 + number and "resume=" in text:
@@ -169,6 +172,12 @@ class Trial:
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GIVE_UP_S,
         )  # fmt: skip
         return done.returncode, done.stderr
+
+    def _is_over(self) -> bool:
+        """Whether the run has had its last env step."""
+        steps = [int(p.stem[5:]) for p in self.folder.glob("checkpoints/step-*.pt")]
+        total = next(x for x in KINDS[self.kind] if x.startswith("total_steps="))
+        return max(steps, default=0) >= int(total[12:]) or (self.folder / "result.json").exists()
 
     def _result(self) -> dict[str, Any]:
         path = self.folder / "result.json"
@@ -263,6 +272,8 @@ def reference(kind: str, seed: int) -> torch.Tensor:
 def main(count: int = 200, at_once: int = 2) -> int:
     """Run what is missing; prints the tally, returns the number of kills that left trouble."""
     RESULTS.parent.mkdir(exist_ok=True)
+    # A shell ignores it for what it starts in the background, and that is passed on.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     done = {entry["number"]: entry for entry in map(json.loads, lines)}
     for kind in KINDS:
