@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +12,35 @@ from torch.func import grad
 
 from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.engine.graphs import Call, calling
-from rl_pipeline.engine.precision import LossScale, move_scale
+from rl_pipeline.engine.precision import LossScale, NoScale
 
 BETA1, BETA2 = 0.9, 0.999
 
 Loss = Callable[..., tuple[Tensor, ...]]
 """rows -> (scalar loss, further outputs without gradients). Calls its networks as modules and
 reads no other tensor than its arguments."""
+
+
+class AdamState(NamedTuple):
+    """All tensors that a step moves."""
+
+    params: Tensor  # [P]
+    mean: Tensor  # [P]
+    square: Tensor  # [P]
+    steps: Tensor  # scalar
+    scale: tuple[Tensor, ...]
+    """Of the loss scale; empty without one."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> AdamState:
+        """Inverse of `flat`."""
+        params, mean, square, steps, *scale = tensors
+        return cls(params, mean, square, steps, tuple(scale))
+
+    @property
+    def flat(self) -> tuple[Tensor, ...]:
+        """As the arguments of a graph."""
+        return (*self[:4], *self.scale)
 
 
 class Adam:
@@ -40,67 +62,49 @@ class Adam:
         self._eps, self._max_norm = eps, max_grad_norm
         self._mean, self._square = torch.zeros_like(params), torch.zeros_like(params)
         self._steps = torch.zeros((), device=params.device)
-        self.scale = LossScale(loss_scale, params.device)
+        self.scale: LossScale | NoScale = NoScale()
+        if loss_scale is not None:
+            self.scale = LossScale(loss_scale, params.device)
 
     @property
-    def state(self) -> tuple[Tensor, ...]:
-        """All tensors that a step moves, parameters first."""
-        moments = (self._params, self._mean, self._square, self._steps)
-        return moments + (self.scale.state if self.scale.active else ())
+    def state(self) -> AdamState:
+        """The tensors themselves, moved in place."""
+        return AdamState(self._params, self._mean, self._square, self._steps, self.scale.state)
 
     def step(self, learning_rate: float | Tensor) -> Tensor:
         """Apply the gradients once and zero them; returns their global norm before clipping."""
-        norm = torch.linalg.vector_norm(self._grads)
-        unscale, found_inf = None, None
-        if self.scale.active:
-            norm = norm / self.scale.scale
-            finite = norm.isfinite()
-            unscale, found_inf = self.scale.scale.clone(), (~finite).to(torch.float32)
-            self._steps += finite
-            moved = move_scale(self.scale.state, finite)
-            for tensor, value in zip(self.scale.state, moved, strict=True):
-                tensor.copy_(value)
-        else:
-            self._steps += 1
+        judged = self.scale.judge(torch.linalg.vector_norm(self._grads))
+        self._steps += judged.counts
         # The kernel divides the gradients by this: clipping without a pass of its own.
-        divisor = ((norm + 1e-6) / self._max_norm).clamp(min=1.0)
+        divisor = ((judged.norm + 1e-6) / self._max_norm).clamp(min=1.0) * judged.divisor
         # torch.optim.Adam's own fused kernel, called directly: the class around it costs more than
         # the kernel on small networks, and imports the compiler (a second) at its first step.
         torch._fused_adam_(
             [self._params], [self._grads], [self._mean], [self._square], [], [self._steps],
             lr=learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=0.0, eps=self._eps,
-            amsgrad=False, maximize=False,
-            grad_scale=(divisor if unscale is None else divisor * unscale).float(),
-            found_inf=found_inf,
+            amsgrad=False, maximize=False, grad_scale=divisor.float(), found_inf=judged.found_inf,
         )  # fmt: skip
         self._grads.zero_()
-        return norm
+        return judged.norm
 
-    def pure_step(
-        self, state: Sequence[Tensor], grads: Tensor, rate: Tensor
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The same step as a function: `state` as in `self.state`, `grads` [P] still scaled.
+    def pure_step(self, state: AdamState, grads: Tensor, rate: Tensor) -> tuple[AdamState, Tensor]:
+        """The same step as a function; `grads` [P] are still scaled.
 
         Returns the state after it and the norm.
         """
-        params, mean, square, steps = state[:4]
-        if self.scale.active:
-            grads = grads / state[4]
+        grads = self.scale.unscaled(grads, state.scale)
         norm = torch.linalg.vector_norm(grads)
         grads = grads / ((norm + 1e-6) / self._max_norm).clamp(min=1.0)
-        after = steps + 1
-        new_mean = torch.lerp(mean, grads, 1 - BETA1)
-        new_square = square + (grads * grads - square) * (1 - BETA2)
+        steps = state.steps + 1
+        mean = torch.lerp(state.mean, grads, 1 - BETA1)
+        square = state.square + (grads * grads - state.square) * (1 - BETA2)
         # 1 - beta^t by expm1: in float32 the plain form loses digits.
-        count = after.to(params.dtype)
+        count = steps.to(state.params.dtype)
         bias1, bias2 = (-torch.expm1(count * math.log(beta)) for beta in (BETA1, BETA2))
-        moved = params - (rate / bias1) * new_mean / ((new_square / bias2).sqrt() + self._eps)
-        new = (moved, new_mean, new_square, after)
-        if not self.scale.active:
-            return new, norm
-        finite = norm.isfinite()
-        kept = tuple(torch.where(finite, n, o) for n, o in zip(new, state[:4], strict=True))
-        return kept + move_scale(state[4:], finite), norm
+        params = state.params - (rate / bias1) * mean / ((square / bias2).sqrt() + self._eps)
+        new = (params, mean, square, steps)
+        settled, scale = self.scale.settle(state.scale, norm, state[:4], new)
+        return AdamState.of((*settled, *scale)), norm
 
     def state_dict(self) -> dict[str, Any]:
         """Moments, step count and loss scale, as a copy on the CPU."""
@@ -145,8 +149,9 @@ class GradientStep:
         self._all_rows = torch.empty(0, dtype=torch.int64, device=params.values.device)
         self.attempted = 0
         """Minibatches so far, those that a loss scale skipped included."""
-        state = (*adam.state, *(p.values for p in frozen))
-        self._run = build(name, self._pure, self._eager, state, len(adam.state))
+        moved = adam.state.flat
+        state = (*moved, *(p.values for p in frozen))
+        self._run = build(name, self._pure, self._eager, state, len(moved))
 
     def __call__(self, rate: float, index: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
         """Steps on the minibatches rows[..][index[k]], index [K, M], at learning rate `rate`.
@@ -168,29 +173,28 @@ class GradientStep:
         done = []
         for minibatch in _minibatches(index, rows):
             loss, *outputs = self._loss(*minibatch)
-            self.adam.scale.scaled(loss).backward()
+            self.adam.scale.scaled(loss, self.adam.scale.state).backward()
             done.append((*outputs, self.adam.step(rate)))
         return tuple(torch.stack(outputs) for outputs in zip(*done, strict=True))
 
     def _pure(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        moved, owned = len(self.adam.state), len(self._owners) - 1
+        moved, owned = len(self.adam.state.flat), len(self._owners) - 1
         start, frozen = tensors[:moved], tensors[moved : moved + owned]
         rate, index, *rows = tensors[moved + owned :]
         fixed = [p.views(x) for p, x in zip(self._owners[1:], frozen, strict=True)]
-        state, done = start, []
+        state, done = AdamState.of(start), []
         for minibatch in _minibatches(index, rows):
 
             def loss(
-                flat: Tensor, minibatch: Sequence[Tensor] = minibatch, state: Any = state
+                flat: Tensor, minibatch: Sequence[Tensor] = minibatch, state: AdamState = state
             ) -> tuple[Tensor, tuple[Tensor, ...]]:
                 loss, *outputs = self._call([self._owners[0].views(flat), *fixed], *minibatch)
-                scaled = loss * state[4] if self.adam.scale.active else loss
-                return scaled, tuple(outputs)
+                return self.adam.scale.scaled(loss, state.scale), tuple(outputs)
 
-            grads, outputs = grad(loss, has_aux=True)(state[0])
+            grads, outputs = grad(loss, has_aux=True)(state.params)
             state, norm = self.adam.pure_step(state, grads, rate)
             done.append((*outputs, norm))
-        for tensor, value in zip(start, state, strict=True):
+        for tensor, value in zip(start, state.flat, strict=True):
             tensor.copy_(value)
         return tuple(torch.stack(outputs) for outputs in zip(*done, strict=True))
 

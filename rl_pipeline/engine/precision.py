@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,6 +97,65 @@ def choose_arithmetic(
     }[settings.name]
 
 
+class Judgement(NamedTuple):
+    """What a loss scale says of one gradient."""
+
+    norm: Tensor
+    """Of the gradients, unscaled."""
+    counts: Tensor | int
+    """1 for a step that is applied, else 0."""
+    divisor: Tensor | float
+    """The scale that is on the gradients."""
+    found_inf: Tensor | None
+    """1.0 for a step that is refused, as torch's fused optimizers take it."""
+
+
+class NoScale:
+    """Every precision but fp16: `LossScale`, doing nothing.
+
+    It hands on the scale of a checkpoint, so that precisions can follow one another.
+    """
+
+    state: tuple[Tensor, ...] = ()
+
+    def __init__(self) -> None:
+        self._kept = {n: torch.tensor(x) for n, x in zip(_NAMES, _INITIAL, strict=True)}
+
+    def scaled(self, loss: Tensor, state: Sequence[Tensor]) -> Tensor:
+        """The loss."""
+        return loss
+
+    def unscaled(self, grads: Tensor, state: Sequence[Tensor]) -> Tensor:
+        """The gradients."""
+        return grads
+
+    def judge(self, norm: Tensor) -> Judgement:
+        """Every step is applied."""
+        return Judgement(norm, 1, 1.0, None)
+
+    def settle(
+        self, state: Sequence[Tensor], norm: Tensor, old: Sequence[Tensor], new: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
+        """The new tensors."""
+        return new, ()
+
+    def check(self, attempted: int) -> int:
+        """No update is skipped."""
+        return 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What was loaded."""
+        return self._kept
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Keep it."""
+        self._kept = state
+
+
+_NAMES = ("scale", "streak", "skipped")
+_INITIAL = (65536.0, 0.0, 0.0)
+
+
 class LossScale:
     """Dynamic loss scale as tensors, so that no update waits for the host (TRAPS: fp16 scaler).
 
@@ -104,9 +163,8 @@ class LossScale:
     2,000 good steps in a row.
     """
 
-    def __init__(self, initial: float | None, device: torch.device) -> None:
-        self.active = initial is not None
-        self.scale = torch.tensor(initial or 65536.0, device=device)
+    def __init__(self, initial: float, device: torch.device) -> None:
+        self.scale = torch.tensor(initial, device=device)
         self.streak = torch.zeros((), device=device)
         self.skipped = torch.zeros((), device=device)
         self._judged = (0, 0)
@@ -116,17 +174,36 @@ class LossScale:
         """The tensors that an update moves: scale, streak, skipped."""
         return (self.scale, self.streak, self.skipped)
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scaled(self, loss: Tensor, state: Sequence[Tensor]) -> Tensor:
         """The loss whose gradients are taken."""
-        return loss * self.scale if self.active else loss
+        return loss * state[0]
+
+    def unscaled(self, grads: Tensor, state: Sequence[Tensor]) -> Tensor:
+        """The gradients [P] of the loss itself."""
+        return grads / state[0]
+
+    def judge(self, norm: Tensor) -> Judgement:
+        """Of gradients with that norm, still scaled; moves the scale."""
+        norm, before = norm / self.scale, self.scale.clone()
+        finite = norm.isfinite()
+        moved = move_scale(self.state, finite)
+        for tensor, value in zip(self.state, moved, strict=True):
+            tensor.copy_(value)
+        return Judgement(norm, finite, before, (~finite).to(torch.float32))
+
+    def settle(
+        self, state: Sequence[Tensor], norm: Tensor, old: Sequence[Tensor], new: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], tuple[Tensor, ...]]:
+        """`new`, or `old` where `norm` is not finite; and the state after it, as a function."""
+        finite = norm.isfinite()
+        kept = [torch.where(finite, n, o) for n, o in zip(new, old, strict=True)]
+        return kept, move_scale(state, finite)
 
     def check(self, attempted: int) -> int:
         """Updates skipped so far, read off the device; `attempted` counts all of them.
 
         Raises FloatingPointError when most updates are skipped or the scale is at its floor.
         """
-        if not self.active:
-            return 0
         skipped = int(self.skipped)
         if float(self.scale) < MIN_SCALE:
             raise FloatingPointError(
@@ -147,8 +224,7 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The scale travels with every checkpoint, so that precisions can follow one another."""
-        names = ("scale", "streak", "skipped")
-        return {n: x.to("cpu", copy=True) for n, x in zip(names, self.state, strict=True)}
+        return {n: x.to("cpu", copy=True) for n, x in zip(_NAMES, self.state, strict=True)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Inverse of `state_dict`."""
