@@ -116,6 +116,8 @@ class Episode(NamedTuple):
 
 
 Metrics = Mapping[str, "torch.Tensor | float"]
+Extras = dict[str, "torch.Tensor"]
+"""What a policy wants stored beside a step, [n] each."""
 
 
 class Batch(NamedTuple):
@@ -191,6 +193,10 @@ class ReplayBuffer(Protocol):
     """Transitions of many past policies, drawn at random."""
 
     @property
+    def prioritized(self) -> bool:
+        """It draws by priorities, and wants the new ones of what it drew."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes of storage."""
 
@@ -198,9 +204,7 @@ class ReplayBuffer(Protocol):
     def size(self) -> int:
         """Transitions that can be drawn now."""
 
-    def add(
-        self, obs: np.ndarray, action: np.ndarray, extras: dict[str, torch.Tensor], step: Step
-    ) -> None:
+    def add(self, obs: np.ndarray, action: np.ndarray, extras: Extras, step: Step) -> None:
         """Store the next row of the step's environments (`step.env_ids`, in any order).
 
         obs [n, ...] and action [n, ...] are what was done, `step` its outcome. Rows whose `valid`
@@ -232,11 +236,39 @@ class ReplayBuffer(Protocol):
         """Free threads and files; a second call does nothing."""
 
 
-class Learner(Protocol):
-    """Owns parameters, optimizer and normalisers."""
+class Policy(Protocol):
+    """Acts: with the learner's own parameters where both take turns, else with a copy of them."""
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of what `act` wants stored beside each step."""
+
+    @property
+    def version(self) -> int:
+        """How many updates of this session made the parameters that it acts with."""
+
+    def act(self, obs: np.ndarray, progress: float) -> tuple[np.ndarray, Extras]:
+        """Actions [N, ...] for obs [N, ...], with exploration, and what is stored beside them.
+
+        `progress` in [0, 1] of the run drives schedules.
+        """
 
     def act_greedy(self, obs: np.ndarray) -> np.ndarray:
         """Best actions for obs [N, ...], as evaluation uses them."""
+
+
+class Learner(Protocol):
+    """Owns parameters, optimizer and normalisers."""
+
+    @property
+    def policy(self) -> Policy:
+        """Acts with what was learnt last."""
+
+    def skipped_updates(self) -> int:
+        """Updates of this run refused for gradients that were not finite; waits for the device.
+
+        Raises FloatingPointError where most of them are.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """All that training needs to continue, on the CPU."""
@@ -248,21 +280,15 @@ class Learner(Protocol):
 class RolloutLearner(Learner, Protocol):
     """Learns from what its present policy has just done."""
 
-    extras: tuple[str, ...]
-    """Names of what `act` wants stored beside each step."""
+    def update(self, batch: Any, progress: float) -> tuple[Metrics, int]:
+        """Learn from one batch; returns what it said and how many optimizer steps it took.
 
-    def act(self, obs: np.ndarray) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-        """Sample actions for obs [N, ...]; the extras are stored beside the step."""
-
-    def update(self, batch: Any, progress: float) -> Metrics:
-        """Learn from one batch; `progress` in [0, 1] drives the schedules."""
+        `progress` in [0, 1] drives the schedules.
+        """
 
 
 class ReplayLearner(Learner, Protocol):
     """Learns from what any policy has done."""
-
-    def act(self, obs: np.ndarray, progress: float) -> np.ndarray:
-        """Actions for obs [N, ...] with exploration; `progress` in [0, 1] drives its schedule."""
 
     def update(self, batch: Batch, progress: float) -> torch.Tensor:
         """One optimizer step; returns the new priorities [B] of the batch."""

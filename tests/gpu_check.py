@@ -83,23 +83,21 @@ class Case:
 
     def act(self, seed: int) -> np.ndarray:
         """Actions [N]."""
-        if isinstance(self.learner, DQN):
-            return self.learner.act(self.obs(seed), 1.0)
-        return self.learner.act(self.obs(seed))[0]
+        return self.learner.policy.act(self.obs(seed), 1.0)[0]
 
     def update(self, seed: int) -> dict[str, float]:
         """Collect and learn; returns metrics."""
         if isinstance(self.learner, DQN):
             return self._update_dqn(seed)
-        buffer = RolloutBuffer(self.spec, HORIZON, self.learner.extras, DEVICE)
+        buffer = RolloutBuffer(self.spec, HORIZON, self.learner.policy.extras, DEVICE)
         no, rng = np.zeros(NUM_ENVS, bool), np.random.default_rng(seed)
         for t in range(HORIZON):
             obs = self.obs(seed + t)
-            action, extras = self.learner.act(obs)
+            action, extras = self.learner.policy.act(obs, 0.0)
             reward = rng.normal(size=NUM_ENVS).astype(np.float32)
             ids = np.arange(NUM_ENVS, dtype=np.int32)
             buffer.add(obs, action, extras, Step(obs, reward, reward, no, no, ~no, ids))
-        metrics = self.learner.update(buffer.take(self.obs(seed + HORIZON)), 0.0)
+        metrics, _ = self.learner.update(buffer.take(self.obs(seed + HORIZON)), 0.0)
         return {name: float(value) for name, value in metrics.items()}
 
     def _update_dqn(self, seed: int) -> dict[str, float]:

@@ -39,8 +39,8 @@ def runtime(build=as_traced, capture=None, arithmetic=None, **plan) -> Runtime:
 
 def train(agent, updates=20, action=None):
     for seed in range(updates):
-        metrics = agent.update(random_rollout(agent, action=action, seed=seed), 0.0)
-    assert metrics["updates"] == 8
+        metrics, updates = agent.update(random_rollout(agent, action=action, seed=seed), 0.0)
+    assert updates == 8
     return agent.params.values.clone()
 
 
@@ -100,7 +100,7 @@ def test_compiled_equals_eager_in_double_precision(form):
 def test_noise_is_fresh_at_every_replay(action):
     agents = [learner(action=action), learner(action=action, runtime=FORMS["captured"]())]
     obs = np.ones((4, 3), np.float32)
-    draws = [np.stack([a.act(obs)[0] for _ in range(200)]) for a in agents]
+    draws = [np.stack([a.policy.act(obs, 0.0)[0] for _ in range(200)]) for a in agents]
     assert draws[1].std(0).min() > 0
     assert draws[1].std() == pytest.approx(draws[0].std(), rel=0.2)
     assert np.array_equal(draws[0], draws[1]) or np.allclose(draws[0], draws[1], atol=1e-5)
@@ -108,9 +108,9 @@ def test_noise_is_fresh_at_every_replay(action):
 
 def test_what_left_a_captured_graph_does_not_change():
     agent = learner(runtime=FORMS["captured"]())
-    _, first = agent.act(np.ones((4, 3), np.float32))
+    _, first = agent.policy.act(np.ones((4, 3), np.float32), 0.0)
     kept = {name: x.clone() for name, x in first.items()}
-    agent.act(np.full((4, 3), -5, np.float32))
+    agent.policy.act(np.full((4, 3), -5, np.float32), 0.0)
     assert all(torch.equal(first[name], kept[name]) for name in kept)
 
 
@@ -153,10 +153,10 @@ def test_one_replay_takes_a_whole_epoch_and_rows_are_copied_once(monkeypatch):
 def test_a_compiled_policy_takes_new_weights():
     agent = learner(runtime=FORMS["traced"]())
     obs = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    values = agent.act(obs)[1]["value"]
+    values = agent.policy.act(obs, 0.0)[1]["value"]
     assert values.std() > 0
     agent.params.load(torch.zeros_like(agent.params.values))
-    assert agent.act(obs)[1]["value"].abs().max() == 0
+    assert agent.policy.act(obs, 0.0)[1]["value"].abs().max() == 0
 
 
 def test_checkpoints_know_neither_precision_nor_compile_mode():
@@ -270,11 +270,11 @@ def test_another_stride_or_type_is_another_graph():
 def test_compiling_and_timing_move_nothing():
     plain, timed = learner(num_epochs=1), learner(num_epochs=1, runtime=FORMS["traced"]())
     rollout = random_rollout(plain)
-    timed.act(np.zeros((4, 3), np.float32))
+    timed.policy.act(np.zeros((4, 3), np.float32), 0.0)
     for agent in (plain, timed):
         agent.update(rollout, 0.0)
     assert timed._runtime.log.eager_update_s is not None
-    assert float(timed._step.adam.state[3]) == float(plain._step.adam.state[3]) == 2
+    assert float(timed._step.adam.state.steps) == float(plain._step.adam.state.steps) == 2
     torch.testing.assert_close(plain.params.values, timed.params.values, rtol=1e-5, atol=1e-7)
 
 
@@ -364,7 +364,7 @@ def test_ahead_of_time_equals_eager_and_is_cached(action, arithmetic, monkeypatc
         assert difference.norm() / moved.norm() <= 1e-4
     else:  # bf16 roundings differ between kernels, what is learned must not
         assert difference.norm() / moved.norm() <= 0.2
-    metrics = compiled.update(random_rollout(compiled, action=action, seed=99), 0.0)
+    metrics, _ = compiled.update(random_rollout(compiled, action=action, seed=99), 0.0)
     assert float(metrics["health/max_abs_log_ratio_first_minibatch"]) < 1e-6
     again = make(compilers.ahead_of_time({}))
     again.update(random_rollout(again, action=action), 0.0)

@@ -136,14 +136,16 @@ def test_the_target_is_copied_on_time_or_follows_slowly():
 def test_numpy_acts_on_the_weights_of_now_and_equals_torch(activation):
     dqn = learner(activation=activation, learning_rate=0.1)
     obs = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
-    assert dqn._forward is not None
+    assert dqn.policy._forward is not None
     for i in range(3):
         with torch.no_grad():
             expected = dqn._net(torch.from_numpy(obs)).numpy()
-        np.testing.assert_allclose(dqn._forward(obs), expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(dqn.policy._forward(obs), expected, rtol=1e-4, atol=1e-5)
         dqn.update(batch(i), 0.0)
-    assert (dqn.act_greedy(obs) == dqn._forward(obs).argmax(1)).all()
-    assert (dqn._best(torch.from_numpy(obs))[0].numpy() == dqn.act_greedy(obs)).mean() > 0.9
+    assert (dqn.policy.act_greedy(obs) == dqn.policy._forward(obs).argmax(1)).all()
+    assert (
+        dqn.policy._best(torch.from_numpy(obs))[0].numpy() == dqn.policy.act_greedy(obs)
+    ).mean() > 0.9
 
 
 def test_images_act_through_torch():
@@ -152,7 +154,7 @@ def test_images_act_through_torch():
     runtime = Runtime(CPU, "", ThreadPlan(1, 1, 1, 1), seed=3)
     dqn = DQN(DQNSettings(name="dqn"), network, spec, runtime, NullPhases())
     assert numpy_forward(dqn._net) is None
-    assert dqn.act_greedy(np.zeros((2, 4, 84, 84), np.uint8)).shape == (2,)
+    assert dqn.policy.act_greedy(np.zeros((2, 4, 84, 84), np.uint8)).shape == (2,)
 
 
 def test_epsilon_falls_linearly_then_stays():
@@ -203,12 +205,12 @@ def test_state_continues_exactly():
     obs = np.zeros((2, 3), np.float32)
     for i in range(4):
         first.update(batch(i), 0.0)
-        first.act(obs, 0.0)
+        first.policy.act(obs, 0.0)
     second.load_state_dict(first.state_dict())
     for i in range(4, 8):
         first.update(batch(i), 0.0)
         second.update(batch(i), 0.0)
-        assert (first.act(obs, 0.2) == second.act(obs, 0.2)).all()
+        assert (first.policy.act(obs, 0.2)[0] == second.policy.act(obs, 0.2)[0]).all()
     assert torch.equal(first.params.values, second.params.values)
     assert torch.equal(first.target.values, second.target.values)
 

@@ -145,11 +145,11 @@ def test_standardize_matches_numpy():
 def random_rollout(agent: PPO, num_envs=4, horizon=8, action=None, seed=0) -> Rollout:
     """A rollout acted by `agent`, with one termination, one truncation and their reset rows."""
     rng = np.random.default_rng(seed)
-    buffer = RolloutBuffer(spec(num_envs, action), horizon, agent.extras, CPU)
+    buffer = RolloutBuffer(spec(num_envs, action), horizon, agent.policy.extras, CPU)
     obs = rng.normal(size=(num_envs, 3)).astype(np.float32)
     ended = np.zeros(num_envs, bool)
     for t in range(horizon):
-        acted, extras = agent.act(obs)
+        acted, extras = agent.policy.act(obs, 0.0)
         terminated, truncated = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
         terminated[0], truncated[1] = t == 2, t == 4
         valid, reward = ~ended, rng.normal(size=num_envs).astype(np.float32) * ~ended
@@ -190,15 +190,15 @@ def test_reset_rows_cannot_change_an_update(action):
 def test_the_first_minibatch_has_ratio_one(action):
     agent = learner(action=action, normalize_obs=True)
     for seed in range(3):  # also after the statistics and the weights have moved
-        metrics = agent.update(random_rollout(agent, action=action, seed=seed), 0.0)
+        metrics, updates = agent.update(random_rollout(agent, action=action, seed=seed), 0.0)
         assert float(metrics["health/max_abs_log_ratio_first_minibatch"]) < 1e-6
-        assert metrics["updates"] == 8
+        assert updates == 8
         assert float(metrics["loss/grad_norm"]) > 0
 
 
 def test_the_learning_rate_anneals_to_zero():
     agent = learner()
-    metrics = agent.update(random_rollout(agent), 0.75)
+    metrics, updates = agent.update(random_rollout(agent), 0.75)
     assert metrics["loss/learning_rate"] == pytest.approx(2.5e-4 / 4)
     before = agent.params.values.clone()
     agent.update(random_rollout(agent), 1.0)
@@ -208,8 +208,8 @@ def test_the_learning_rate_anneals_to_zero():
 def test_target_kl_stops_the_epochs():
     full = learner(learning_rate=0.05, num_epochs=10)
     short = learner(learning_rate=0.05, num_epochs=10, target_kl=1e-4)
-    assert full.update(random_rollout(full), 0.0)["updates"] == 20
-    assert short.update(random_rollout(short), 0.0)["updates"] == 2
+    assert full.update(random_rollout(full), 0.0)[1] == 20
+    assert short.update(random_rollout(short), 0.0)[1] == 2
 
 
 def test_the_update_equals_a_plain_autograd_reference():
@@ -217,7 +217,7 @@ def test_the_update_equals_a_plain_autograd_reference():
     agent = learner(num_minibatches=1, num_epochs=1, learning_rate=1e-2, max_grad_norm=0.05)
     rollout = random_rollout(agent)
     reference = learner(num_minibatches=1, num_epochs=1)._net
-    assert agent.update(rollout, 0.0)["updates"] == 1
+    assert agent.update(rollout, 0.0)[1] == 1
 
     params, value = reference(rollout.obs[:-1].flatten(0, 1))
     dist = Categorical(logits=params)
@@ -352,25 +352,42 @@ def test_a_learner_restored_from_its_state_continues_identically():
         learner(action=Discrete(5)).load_state_dict(state)
 
 
+def test_a_policy_apart_acts_with_what_it_pulled_last():
+    """As an actor or a sampling thread does, while the learner's own parameters move."""
+    agent, twin = learner(), learner()
+    apart = twin.policy  # of the same seed, and with parameters of its own
+    obs = np.ones((4, 3), np.float32)
+
+    def values(policy):
+        return policy.act(obs, 0.0)[1]["value"]
+
+    before = values(apart)
+    agent.update(random_rollout(agent), 0.0)
+    assert agent.policy.version == 8 and apart.version == 0
+    assert torch.equal(values(apart), before) and not torch.equal(values(agent.policy), before)
+    apart.pull(agent.params.values, agent.policy.version)
+    assert apart.version == 8 and torch.equal(values(apart), values(agent.policy))
+
+
 def test_a_state_from_another_kind_of_device_says_that_it_is_not_exact():
     first, second = learner(), learner()
     first.update(random_rollout(first), 0.0)
     state = first.state_dict() | {"device": "cuda", "act_rng": torch.zeros(16, dtype=torch.uint8)}
     assert not second.load_state_dict(state)
     assert torch.equal(first.params.values, second.params.values)
-    fresh = learner()._act_rng.get_state()
-    assert not torch.equal(second._act_rng.get_state(), fresh)
+    fresh = learner().policy.rng.get_state()
+    assert not torch.equal(second.policy.rng.get_state(), fresh)
 
 
 def test_stored_rows_do_not_change_when_the_environment_reuses_its_array():
     agent = learner(num_envs=1)
-    buffer = RolloutBuffer(spec(1), 3, agent.extras, CPU)
+    buffer = RolloutBuffer(spec(1), 3, agent.policy.extras, CPU)
     reused = np.zeros((1, 3), np.float32)
     no, yes = np.zeros(1, bool), np.ones(1, bool)
     step = Step(reused, np.ones(1, np.float32), np.ones(1), no, no, yes, np.zeros(1, np.int32))
     for t in range(3):
         reused[:] = t
-        action, extras = agent.act(reused)
+        action, extras = agent.policy.act(reused, 0.0)
         buffer.add(reused, action, extras, step)
     reused[:] = 3
     rollout = buffer.take(reused)

@@ -95,12 +95,13 @@ class Learner:
     """Acts with the observation's own number; notes what it is given."""
 
     def __init__(self) -> None:
+        self.policy = self
         self.batches: list = []
         self.progress: list[float] = []
 
     def act(self, obs, progress):
         self.progress.append(progress)
-        return obs[:, 0].astype(np.int64)
+        return obs[:, 0].astype(np.int64), {}
 
     def update(self, batch, progress):
         self.batches.append(batch)
@@ -112,6 +113,8 @@ class Learner:
 
 class Noting(DequeBuffer):
     """Notes the priorities it is given."""
+
+    prioritized = True
 
     def update_priorities(self, ids, priorities):
         assert len(ids) == len(priorities) == 4
@@ -128,7 +131,7 @@ def run(envs, steps: int = 60):
         turns.append((counters.env_steps, counters.updates, dict(metrics())))
         return counters.env_steps >= steps
 
-    sync.run_replay(envs, buffer, learner, phases, pace, counters, steps, True, envs.reset(), hook)
+    sync.run_replay(envs, buffer, learner, phases, pace, counters, steps, envs.reset(), hook)
     return buffer, learner, counters, phases, turns
 
 
@@ -170,7 +173,7 @@ def test_without_a_profile_the_loop_runs_the_same():
     buffer = DequeBuffer(envs.spec, 1000, 1, 0.5, 0, torch.device("cpu"))
     counters = Counters()
     sync.run_replay(
-        envs, buffer, Learner(), NullPhases(), Pace(4, 2.0, 10), counters, 60, False, envs.reset(),
+        envs, buffer, Learner(), NullPhases(), Pace(4, 2.0, 10), counters, 60, envs.reset(),
         lambda obs, metrics: counters.env_steps >= 60,
     )  # fmt: skip
     assert counters.updates == 25

@@ -75,10 +75,10 @@ def acting(kind, form, runtime):
     obs = vec.reset()
     if kind == "ppo":
         learner = PPO(PPOSettings(name="ppo"), CNN, vec.spec, runtime, NullPhases())
-        return learner.act(obs)[1]["value"]
+        return learner.policy.act(obs, 0.0)[1]["value"]
     cfg = DQNSettings(name="dqn", epsilon_start=0.0, epsilon_end=0.0)
     dqn = DQN(cfg, CNN, vec.spec, runtime, NullPhases())
-    assert dqn.act(obs, 0.0).tolist() == dqn.act_greedy(obs).tolist()
+    assert dqn.policy.act(obs, 0.0)[0].tolist() == dqn.policy.act_greedy(obs).tolist()
     return dqn._net(torch.from_numpy(obs))
 
 
@@ -138,7 +138,7 @@ def practise(vec, steps=6_000, num_envs=8, **cfg):
         **cfg,
     )  # fmt: skip
     learner = PPO(cfg, NetworkSettings(name="mlp", hidden=(32,)), vec.spec, eager(), NullPhases())
-    buffer = RolloutBuffer(vec.spec, cfg.horizon, learner.extras, CPU)
+    buffer = RolloutBuffer(vec.spec, cfg.horizon, learner.policy.extras, CPU)
     counters, returns = Counters(), []
 
     def after_update(obs, metrics):
@@ -241,11 +241,11 @@ def test_statistics_are_over_rows_and_never_over_none():
     rollout = random_rollout(agent)
     valid = torch.zeros_like(rollout.valid)
     valid[3, 2] = valid[5, 1] = True
-    metrics = agent.update(with_validity(rollout, valid), 0.0)
+    metrics, updates = agent.update(with_validity(rollout, valid), 0.0)
     assert abs(float(metrics["loss/approx_kl"])) < 1e-6
     assert float(metrics["loss/entropy"]) == pytest.approx(np.log(2), abs=0.01)
     everything = learner(horizon=8, num_minibatches=1, num_epochs=1, learning_rate=1e-9)
-    one = everything.update(with_validity(random_rollout(everything), valid), 0.0)
+    one, _ = everything.update(with_validity(random_rollout(everything), valid), 0.0)
     assert float(metrics["loss/value"]) == pytest.approx(float(one["loss/value"]), rel=1e-3)
 
 
@@ -253,26 +253,26 @@ def test_a_rollout_without_a_row_teaches_nothing_and_says_nothing():
     agent = learner(normalize_obs=True, normalize_reward=True)
     before = agent.params.values.clone()
     rollout = random_rollout(agent)
-    metrics = agent.update(with_validity(rollout, torch.zeros_like(rollout.valid)), 0.0)
-    assert metrics["updates"] == 0 and torch.equal(agent.params.values, before)
-    assert set(metrics) == {"loss/learning_rate", "updates", "skipped_updates"}
+    metrics, updates = agent.update(with_validity(rollout, torch.zeros_like(rollout.valid)), 0.0)
+    assert updates == 0 and torch.equal(agent.params.values, before)
+    assert set(metrics) == {"loss/learning_rate"}
 
 
 def test_targets_that_do_not_vary_have_no_explained_variance():
     agent, window = learner(gamma=0.0, gae_lambda=0.0), Window()
     rollout = random_rollout(agent)
     rollout.reward.zero_()
-    window.add(agent.update(rollout, 0.0))
+    window.add(agent.update(rollout, 0.0)[0])
     assert "loss/explained_variance" not in window.read()
-    window.add(agent.update(rollout, 0.0))
-    window.add(agent.update(random_rollout(agent, seed=1), 0.0))
+    window.add(agent.update(rollout, 0.0)[0])
+    window.add(agent.update(random_rollout(agent, seed=1), 0.0)[0])
     assert -10 < float(window.read()["loss/explained_variance"]) <= 1
 
 
 def test_a_row_of_metrics_is_the_mean_and_the_maximum_of_its_window():
     agent, window, each = learner(learning_rate=0.02), Window(), []
     for seed in range(150):  # more than are kept apart
-        each.append(agent.update(random_rollout(agent, seed=seed % 7), seed / 200))
+        each.append(agent.update(random_rollout(agent, seed=seed % 7), seed / 200)[0])
         window.add(each[-1])
     found = window.read()
     for name in ("loss/approx_kl", "loss/policy", "loss/grad_norm", "loss/explained_variance"):
@@ -296,7 +296,7 @@ def test_the_largest_kl_is_that_of_any_minibatch():
 
     spy.attempted, spy.skipped = 0, step.skipped
     agent._step = spy
-    metrics = agent.update(random_rollout(agent), 0.0)
+    metrics, updates = agent.update(random_rollout(agent), 0.0)
     every = torch.cat([terms for terms, _ in kept])[:, APPROX_KL]
     assert len(every) == 6 and float(metrics["loss/approx_kl_max"]) == float(every.max())
     assert float(metrics["loss/approx_kl"]) == pytest.approx(float(every.mean()), rel=1e-5)
@@ -320,8 +320,9 @@ def test_the_loop_hands_over_all_updates_since_it_was_last_asked(log_every_s):
     update, said = agent.update, []
 
     def spy(rollout, progress):
-        said.append(update(rollout, progress))
-        return said[-1]
+        metrics, updates = update(rollout, progress)
+        said.append(metrics)
+        return metrics, updates
 
     agent.update = spy
     counters = Counters()
@@ -331,7 +332,7 @@ def test_the_loop_hands_over_all_updates_since_it_was_last_asked(log_every_s):
             seen.append(metrics())
         return counters.rollouts == 6
 
-    buffer = RolloutBuffer(vec.spec, 8, agent.extras, CPU)
+    buffer = RolloutBuffer(vec.spec, 8, agent.policy.extras, CPU)
     run(vec, buffer, agent, NullPhases(), counters, 96, vec.reset(), hook)
     assert len(seen) == (6 if log_every_s == 0 else 1) and counters.updates == 48
     top = max(float(m["loss/approx_kl_max"]) for m in said)

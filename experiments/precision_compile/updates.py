@@ -85,7 +85,7 @@ def ppo(settings: Settings, spec: EnvSpec, runtime: Runtime) -> Updates:
         rows[0] * rows[1],
     )  # fmt: skip
     # At rate 0 the policy stays where it is, and every round does the same work.
-    return lambda: float(learner.update(rollout, 1.0)["updates"])
+    return lambda: float(learner.update(rollout, 1.0)[1])
 
 
 def dqn(settings: Settings, spec: EnvSpec, runtime: Runtime) -> Updates:

@@ -27,6 +27,7 @@ class DequeBuffer:
     """
 
     lost = 0
+    prioritized = False
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ class Prefetch:
         """Batches that were guessed wrong."""
         self.add, self.add_fragment, self.cut = replay.add, replay.add_fragment, replay.cut
         self.update_priorities = replay.update_priorities
+        self.prioritized = replay.prioritized
         self.state_dict, self.load_state_dict = replay.state_dict, replay.load_state_dict
 
     @property

@@ -145,6 +145,7 @@ class Ring(ABC):
         )  # fmt: skip
         self.spec, self.n_step, self.gamma = spec, n_step, float(gamma)
         self._priorities, self._sequences = priorities, sequences
+        self.prioritized = priorities is not None
         # A transition is drawable once its successor is here, a sequence once it is whole.
         self._span = sequences.span if sequences else 1
         self._state_shapes = dict(sequences.state) if sequences else {}

@@ -70,6 +70,11 @@ class Lanes:
             lane.close()
 
 
+def as_lanes(envs: VecEnv) -> Lanes:
+    """A plain vector of environments is one lane."""
+    return envs if isinstance(envs, Lanes) else Lanes([envs], envs.spec.backend)
+
+
 class _Lane:
     """One lane under the ids it has among all."""
 
@@ -79,8 +84,9 @@ class _Lane:
         self._env_ids = np.arange(self.columns.start, self.columns.stop, dtype=np.int32)
         self._env_ids.flags.writeable = False
         self.reset, self.send, self.close = envs.reset, envs.send, envs.close
+        self.recv = envs.recv if first == 0 else self._recv
 
-    def recv(self) -> Step:
+    def _recv(self) -> Step:
         return self._envs.recv()._replace(env_ids=self._env_ids)
 
     def pop_episodes(self) -> list[Episode]:

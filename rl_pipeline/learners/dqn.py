@@ -14,7 +14,7 @@ from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.engine.runtime import Runtime, stream_seed
 from rl_pipeline.learners.losses import dqn_loss, td_target
 from rl_pipeline.learners.networks import QNetwork
-from rl_pipeline.learners.policies import EpsilonGreedy, numpy_forward
+from rl_pipeline.learners.policies import EpsilonGreedy, QPolicy
 from rl_pipeline.telemetry.window import Window
 from rl_pipeline.types import Batch, Discrete, EnvSpec, Metrics
 
@@ -46,49 +46,17 @@ class DQN:
         )
         self.params, self.target = FlatParameters(self._net), FlatParameters(self._target_net)
         self.target.values.copy_(self.params.values)
-        self._explore = EpsilonGreedy(
+        explore = EpsilonGreedy(
             num_actions, settings.epsilon_start, settings.epsilon_end, settings.epsilon_fraction,
             np.random.default_rng(stream_seed(runtime.seed, "act")),
         )  # fmt: skip
-        # A small network acts in float32 on the CPU whatever the precision of the updates.
-        self._forward = numpy_forward(self._net) if self._device.type == "cpu" else None
-        self._act = runtime.compile("act", self._best, [self.params])
+        self.policy = QPolicy(self._net, self.params, explore, runtime, phases)
         self._step = runtime.gradient_step(
             "update", self._loss, self.params, settings.adam_eps, settings.max_grad_norm,
             frozen=[self.target],
         )  # fmt: skip
         self._updates = 0
         self._window = Window()
-
-    # -- acting ---------------------------------------------------------------------------------
-
-    def act(self, obs: np.ndarray, progress: float) -> np.ndarray:
-        """Epsilon-greedy actions [N] for obs [N, ...] at `progress` in [0, 1] of the run."""
-        return self._explore(obs, progress, self._act_best)
-
-    def _act_best(self, obs: np.ndarray) -> np.ndarray:
-        if self._forward is not None:
-            return self._forward(obs).argmax(-1)
-        with torch.inference_mode():
-            (action,) = self._act(self._to_device(obs))
-            with self._phases("d2h"):
-                return self._runtime.transfers.to_host(action)
-
-    @torch.inference_mode()
-    def act_greedy(self, obs: np.ndarray) -> np.ndarray:
-        """The actions [N] of highest value for obs [N, ...]: epsilon is 0."""
-        if self._forward is not None:
-            return self._forward(obs).argmax(-1)
-        return self._best(self._to_device(obs))[0].cpu().numpy()
-
-    def _to_device(self, obs: np.ndarray) -> Tensor:
-        if self._device.type == "cpu":
-            return torch.from_numpy(obs)
-        with self._phases("h2d"):
-            return self._runtime.transfers.to_device(obs)
-
-    def _best(self, obs: Tensor) -> tuple[Tensor, ...]:
-        return (self._net(obs).argmax(-1),)
 
     # -- learning -------------------------------------------------------------------------------
 
@@ -101,6 +69,7 @@ class DQN:
         rate = cfg.learning_rate * (1 - progress if cfg.anneal_lr else 1.0)
         priority, *scalars = self._step(rate, None, *self._tensors(batch))
         self._updates += 1
+        self.policy.version = self._updates
         if self._updates % cfg.target_every == 0:
             self._move_target()
         loss, q, norm = scalars
@@ -147,10 +116,11 @@ class DQN:
 
     def metrics(self, progress: float) -> Metrics:
         """Means over the updates since the last call, and the exploration now."""
-        metrics = {"explore/epsilon": self._explore.epsilon(progress), **self._window.read()}
-        if self._updates:
-            metrics["skipped_updates"] = float(self._step.skipped())
-        return metrics
+        return {"explore/epsilon": self.policy.explore.epsilon(progress), **self._window.read()}
+
+    def skipped_updates(self) -> int:
+        """See `types.Learner`."""
+        return self._step.skipped()
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -160,7 +130,7 @@ class DQN:
             "params": self.params.values.detach().cpu().clone(),
             "target": self.target.values.detach().cpu().clone(),
             "optimizer": self._step.adam.state_dict(),
-            "explore_rng": self._explore.rng.bit_generator.state,
+            "explore_rng": self.policy.explore.rng.bit_generator.state,
             "updates": self._updates,
         }
 
@@ -169,6 +139,6 @@ class DQN:
         self.params.load(state["params"].to(self._device))
         self.target.load(state["target"].to(self._device))
         self._step.adam.load_state_dict(state["optimizer"])
-        self._explore.rng.bit_generator.state = state["explore_rng"]
+        self.policy.explore.rng.bit_generator.state = state["explore_rng"]
         self._updates = state["updates"]
         return True

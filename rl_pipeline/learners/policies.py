@@ -1,4 +1,4 @@
-"""What runs on the acting side: exploration, and small networks without torch's cost per call."""
+"""What acts: networks and exploration, apart from what learns."""
 
 from __future__ import annotations
 
@@ -6,9 +6,120 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from rl_pipeline.learners.networks import Floats
+from rl_pipeline.engine.flat import FlatParameters
+from rl_pipeline.engine.phases import NullPhases, Phases
+from rl_pipeline.engine.runtime import Runtime
+from rl_pipeline.learners.distributions import Distribution
+from rl_pipeline.learners.networks import ActorCritic, Floats, QNetwork
+from rl_pipeline.learners.normalizers import Identity, ObsNormalizer
+from rl_pipeline.types import Extras
+
+
+class NetworkPolicy:
+    """What policies of a network share; the parameters may be the learner's own."""
+
+    extras: tuple[str, ...] = ()
+
+    def __init__(self, params: FlatParameters, runtime: Runtime, phases: Phases | NullPhases):
+        self.params, self.version = params, 0
+        self._runtime, self._phases = runtime, phases
+
+    def pull(self, values: Tensor, version: int) -> None:
+        """Act with a copy of `values` [P] from now on, which `version` updates made."""
+        self.params.load(values)
+        self.version = version
+
+    def _to_device(self, obs: np.ndarray) -> Tensor:
+        if self._runtime.device.type == "cpu":
+            return torch.from_numpy(obs)
+        with self._phases("h2d"):
+            return self._runtime.transfers.to_device(obs)
+
+    def _to_host(self, action: Tensor) -> np.ndarray:
+        with self._phases("d2h"):
+            return self._runtime.transfers.to_host(action)
+
+
+class ActorCriticPolicy(NetworkPolicy):
+    """Samples from the distribution that an actor-critic network gives."""
+
+    extras = ("log_prob", "value")
+
+    def __init__(
+        self,
+        net: ActorCritic,
+        params: FlatParameters,
+        dist: Distribution,
+        normalize: ObsNormalizer | Identity,
+        runtime: Runtime,
+        phases: Phases | NullPhases,
+    ) -> None:
+        """`params` are those of `net`."""
+        super().__init__(params, runtime, phases)
+        self._net, self._dist, self._normalize = net, dist, normalize
+        self.rng = runtime.generator("act")
+        self._act = runtime.compile("act", self._sample, [params])
+
+    @torch.inference_mode()
+    def act(self, obs: np.ndarray, progress: float) -> tuple[np.ndarray, Extras]:
+        """Sample actions for obs [N, ...]; log-probs and values [N] stay on the device."""
+        noise = self._dist.noise(len(obs), self.rng)
+        action, log_prob, value = self._act(self._to_device(obs), noise, *self._normalize.tensors)
+        return self._to_host(action), {"log_prob": log_prob, "value": value}
+
+    @torch.inference_mode()
+    def act_greedy(self, obs: np.ndarray) -> np.ndarray:
+        """Mode of the policy for obs [N, ...]."""
+        params = self._net.policy(self._normalize(self._to_device(obs)))
+        return self._dist.mode(params).cpu().numpy()
+
+    def _sample(self, obs: Tensor, noise: Tensor, *stats: Tensor) -> tuple[Tensor, ...]:
+        params, value = self._net(self._normalize.apply(obs, *stats))
+        action = self._dist.sample(params, noise)
+        return action, self._dist.log_prob(params, action), value
+
+
+class QPolicy(NetworkPolicy):
+    """The action of the highest value, or, by exploration, another."""
+
+    def __init__(
+        self,
+        net: QNetwork,
+        params: FlatParameters,
+        explore: EpsilonGreedy,
+        runtime: Runtime,
+        phases: Phases | NullPhases,
+    ) -> None:
+        """`params` are those of `net`."""
+        super().__init__(params, runtime, phases)
+        self._net, self.explore = net, explore
+        # A small network acts in float32 on the CPU whatever the precision of the updates.
+        self._forward = numpy_forward(net) if runtime.device.type == "cpu" else None
+        self._act = runtime.compile("act", self._best, [params])
+
+    def act(self, obs: np.ndarray, progress: float) -> tuple[np.ndarray, Extras]:
+        """Epsilon-greedy actions [N] for obs [N, ...] at `progress` in [0, 1] of the run."""
+        return self.explore(obs, progress, self._act_best), {}
+
+    def _act_best(self, obs: np.ndarray) -> np.ndarray:
+        if self._forward is not None:
+            return self._forward(obs).argmax(-1)
+        with torch.inference_mode():
+            (action,) = self._act(self._to_device(obs))
+            return self._to_host(action)
+
+    @torch.inference_mode()
+    def act_greedy(self, obs: np.ndarray) -> np.ndarray:
+        """The actions [N] of highest value for obs [N, ...]: epsilon is 0."""
+        if self._forward is not None:
+            return self._forward(obs).argmax(-1)
+        return self._best(self._to_device(obs))[0].cpu().numpy()
+
+    def _best(self, obs: Tensor) -> tuple[Tensor, ...]:
+        return (self._net(obs).argmax(-1),)
 
 
 def numpy_forward(module: nn.Module) -> Callable[[np.ndarray], np.ndarray] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from rl_pipeline.learners.distributions import Gaussian, make_distribution
 from rl_pipeline.learners.losses import PPOTerms, gae, ppo_loss, row_weights
 from rl_pipeline.learners.networks import ActorCritic
 from rl_pipeline.learners.normalizers import Identity, ObsNormalizer, RawReward, RewardNormalizer
+from rl_pipeline.learners.policies import ActorCriticPolicy
 from rl_pipeline.types import EnvSpec, Metrics
 
 APPROX_KL = PPOTerms._fields.index("approx_kl")
@@ -25,9 +25,6 @@ MAX_ABS_LOG_RATIO = PPOTerms._fields.index("max_abs_log_ratio")
 
 class PPO:
     """Owns the network, the optimizer, the normalisers and two random streams."""
-
-    extras: tuple[str, ...] = ("log_prob", "value")
-    """What `act` wants stored beside each step."""
 
     def __init__(
         self,
@@ -38,7 +35,7 @@ class PPO:
         phases: Phases | NullPhases,
     ) -> None:
         """Raise ValueError for a setting that these actions give no meaning."""
-        self._cfg, self._runtime, self._phases = settings, runtime, phases
+        self._cfg, self._runtime = settings, runtime
         self._device = runtime.device
         self._dist = make_distribution(spec.action)
         if settings.log_std_init and not isinstance(self._dist, Gaussian):
@@ -51,7 +48,6 @@ class PPO:
             network, spec, self._dist, settings.log_std_init, init, runtime.arithmetic
         ).to(self._device)
         self.params = FlatParameters(self._net)
-        self._act_rng = runtime.generator("act")
         self._update_rng = runtime.generator("update")
         self._normalize_obs: ObsNormalizer | Identity = Identity()
         self._normalize_reward: RewardNormalizer | RawReward = RawReward()
@@ -59,55 +55,27 @@ class PPO:
             self._normalize_obs = ObsNormalizer(spec.obs_shape, self._device)
         if settings.normalize_reward:
             self._normalize_reward = RewardNormalizer(spec.num_envs, settings.gamma, self._device)
-        self._act = runtime.compile("act", self._sample, [self.params])
+        self.policy = ActorCriticPolicy(
+            self._net, self.params, self._dist, self._normalize_obs, runtime, phases
+        )
         self._score = runtime.compile("score", self._log_prob_value, [self.params])
         self._advantage = runtime.replay("advantage", self._advantage_target)
         self._step = runtime.gradient_step(
             "update", self._loss, self.params, settings.adam_eps, settings.max_grad_norm
         )
 
-    # -- acting ---------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def act(self, obs: np.ndarray) -> tuple[np.ndarray, dict[str, Tensor]]:
-        """Sample actions for obs [N, ...]; log-probs and values [N] stay on the device."""
-        noise = self._dist.noise(len(obs), self._act_rng)
-        action, log_prob, value = self._act(
-            self._to_device(obs), noise, *self._normalize_obs.tensors
-        )
-        with self._phases("d2h"):
-            host = self._runtime.transfers.to_host(action)
-        return host, {"log_prob": log_prob, "value": value}
-
-    @torch.inference_mode()
-    def act_greedy(self, obs: np.ndarray) -> np.ndarray:
-        """Mode of the policy for obs [N, ...]."""
-        params = self._net.policy(self._normalize_obs(self._to_device(obs)))
-        return self._dist.mode(params).cpu().numpy()
-
-    def _to_device(self, obs: np.ndarray) -> Tensor:
-        if self._device.type == "cpu":
-            return torch.from_numpy(obs)
-        with self._phases("h2d"):
-            return self._runtime.transfers.to_device(obs)
-
-    def _sample(self, obs: Tensor, noise: Tensor, *stats: Tensor) -> tuple[Tensor, ...]:
-        params, value = self._net(self._normalize_obs.apply(obs, *stats))
-        action = self._dist.sample(params, noise)
-        return action, self._dist.log_prob(params, action), value
-
     # -- learning -------------------------------------------------------------------------------
 
-    def update(self, rollout: Rollout, progress: float) -> Metrics:
+    def update(self, rollout: Rollout, progress: float) -> tuple[Metrics, int]:
         """All epochs over one rollout; `progress` in [0, 1] anneals the learning rate.
 
         Metrics are tensors: reading them is the caller's moment to wait for the device. They are
         means over the minibatches that had a valid row; a rollout without one teaches nothing.
         """
-        cfg, attempted, skipped = self._cfg, self._step.attempted, self._step.skipped()
+        cfg, before = self._cfg, self._step.attempted
         rate = cfg.learning_rate * (1 - progress if cfg.anneal_lr else 1.0)
         if not rollout.env_steps:
-            return {"loss/learning_rate": rate, "updates": 0.0, "skipped_updates": 0.0}
+            return {"loss/learning_rate": rate}, 0
         batch, explained_variance = self._prepare(rollout)
         terms: list[Tensor] = []
         norms: list[Tensor] = []
@@ -138,9 +106,12 @@ class PPO:
         metrics["loss/grad_norm"] = share @ torch.cat(norms)
         metrics["loss/explained_variance"] = explained_variance
         metrics["loss/learning_rate"] = rate
-        metrics["skipped_updates"] = float(self._step.skipped() - skipped)
-        metrics["updates"] = self._step.attempted - attempted - metrics["skipped_updates"]
-        return metrics
+        self.policy.version = self._step.attempted
+        return metrics, self._step.attempted - before
+
+    def skipped_updates(self) -> int:
+        """See `types.Learner`."""
+        return self._step.skipped()
 
     def _order(self, rows: int) -> Tensor | None:
         """All rows once in random order, as minibatches [K, M]; None for a single one."""
@@ -225,7 +196,7 @@ class PPO:
             "optimizer": self._step.adam.state_dict(),
             "normalize_obs": self._normalize_obs.state_dict(),
             "normalize_reward": self._normalize_reward.state_dict(),
-            "act_rng": self._act_rng.get_state(),
+            "act_rng": self.policy.rng.get_state(),
             "update_rng": self._update_rng.get_state(),
         }
 
@@ -241,7 +212,7 @@ class PPO:
         self._normalize_reward.load_state_dict(state["normalize_reward"])
         exact = state["device"] == self._device.type
         steps = int(state["optimizer"]["steps"])
-        for rng, name in ((self._act_rng, "act_rng"), (self._update_rng, "update_rng")):
+        for rng, name in ((self.policy.rng, "act_rng"), (self._update_rng, "update_rng")):
             if exact:
                 rng.set_state(state[name])
             else:

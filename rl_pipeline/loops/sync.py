@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import repeat
 
 import numpy as np
 
 from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.engine.phases import NullPhases, Phases
-from rl_pipeline.envs.lanes import Lanes
+from rl_pipeline.envs.lanes import as_lanes
 from rl_pipeline.loops.schedule import Pace
 from rl_pipeline.telemetry.window import Window
-from rl_pipeline.types import Metrics, ReplayBuffer, ReplayLearner, RolloutLearner, Step, VecEnv
+from rl_pipeline.types import (
+    Extras,
+    Metrics,
+    Policy,
+    ReplayBuffer,
+    ReplayLearner,
+    RolloutLearner,
+    Step,
+    VecEnv,
+)
 
 Hook = Callable[[np.ndarray, Callable[[], Metrics]], bool]
 """`hook(obs, metrics)` runs where everything is consistent: the place to log, evaluate, save and
 stop. `obs` [N, ...] is where the environments stand; True stops the loop."""
+Store = Callable[[np.ndarray, np.ndarray, Extras, Step], None]
+"""`add` of a buffer: obs [n, ...], what was done there [n, ...], what goes with it, its outcome."""
 
 
 @dataclass
@@ -27,12 +38,83 @@ class Counters:
     env_steps: int = 0
     """Valid agent steps summed over environments."""
     updates: int = 0
-    """Optimizer steps applied."""
+    """Optimizer steps applied; those that were refused leave it at the next log tick."""
     episodes: int = 0
     """Full games."""
     skipped_updates: int = 0
     """Optimizer steps refused because of non-finite gradients (precision=fp16)."""
     rollouts: int = 0
+
+    def note_skipped(self, total: int) -> None:
+        """Of the updates counted so far `total` were refused, as only the device could tell."""
+        self.updates -= total - self.skipped_updates
+        self.skipped_updates = total
+
+
+class Turns:
+    """Act, step and store: the one source of rows, which every loop learns from.
+
+    A turn is a row of one lane. A plain vector of environments is one lane: the policy acts at the
+    begin of a turn, with all that was learnt from the one before. With more (`backend.lanes`) it
+    acts for a lane again as soon as its row is stored, and the lane steps while the others have
+    their turns and the loop learns.
+    """
+
+    def __init__(
+        self,
+        envs: VecEnv,
+        policy: Policy,
+        store: Store,
+        phases: Phases | NullPhases,
+        counters: Counters,
+        total_steps: int,
+        obs: np.ndarray,
+    ) -> None:
+        """`obs` [N, ...] is where the environments stand; schedules run over `total_steps`."""
+        self._envs, self._policy, self._store = as_lanes(envs), policy, store
+        self._phases, self._counters, self._total_steps = phases, counters, total_steps
+        self._seen = [obs[lane.columns] for lane in self._envs.lanes]
+        self._acted: list[tuple[np.ndarray, Extras]] = [(obs, {})] * len(self._seen)
+
+    @property
+    def progress(self) -> float:
+        """Of the run, in [0, 1]."""
+        return min(self._counters.env_steps / self._total_steps, 1.0)
+
+    @property
+    def obs(self) -> np.ndarray:
+        """Where the environments stand, [N, ...]; as a whole only between rounds."""
+        return self._seen[0] if len(self._seen) == 1 else np.concatenate(self._seen)
+
+    def take(self, rounds: int | None = None) -> Iterator[bool]:
+        """Play `rounds` rows of every lane, or rows without end; yields after each turn.
+
+        True where it was the last of its round: every lane has had its turn. After the last round
+        nothing is under way.
+        """
+        ahead = len(self._seen) > 1
+        if ahead:
+            for i in range(len(self._seen)):
+                self._act(i)
+        for left in repeat(1) if rounds is None else reversed(range(rounds)):
+            for i, lane in enumerate(self._envs.lanes):
+                if not ahead:
+                    self._act(i)
+                with self._phases("env"):
+                    step = lane.recv()
+                with self._phases("store"):
+                    self._store(self._seen[i], *self._acted[i], step)
+                self._seen[i] = step.obs
+                self._counters.env_steps += int(np.count_nonzero(step.valid))
+                if ahead and left:
+                    self._act(i)
+                yield lane is self._envs.lanes[-1]
+
+    def _act(self, i: int) -> None:
+        with self._phases("act"), self._envs.overlap():
+            self._acted[i] = self._policy.act(self._seen[i], self.progress)
+        with self._phases("env"):
+            self._envs.lanes[i].send(self._acted[i][0])
 
 
 def run(
@@ -47,84 +129,25 @@ def run(
 ) -> None:
     """Train on rollouts until `after_update` says stop; schedules run over `total_steps`.
 
-    `obs` [N, ...] is where the environments stand; the hook runs between rollouts.
+    `obs` [N, ...] is where the environments stand; the hook runs between rollouts, each of which
+    is acted with one policy.
     """
-    progress, window = min(counters.env_steps / total_steps, 1.0), Window()
+    turns = Turns(envs, learner.policy, buffer.add, phases, counters, total_steps, obs)
+    window = Window()
     while True:
-        obs = collect(envs, buffer, learner, phases, counters, obs)
-        with phases("h2d"):
-            rollout = buffer.take(obs)
-        with phases("learn"):
-            metrics = learner.update(rollout, progress)
         # As of the rollout's begin: the first update gets the full rate, the last one not 0.
-        progress = min(counters.env_steps / total_steps, 1.0)
+        progress = turns.progress
+        for _ in turns.take(buffer.horizon):
+            pass
+        with phases("h2d"):
+            rollout = buffer.take(turns.obs)
+        with phases("learn"):
+            metrics, updates = learner.update(rollout, progress)
         counters.rollouts += 1
-        counters.updates += int(metrics["updates"])
-        counters.skipped_updates += int(metrics.get("skipped_updates", 0))
+        counters.updates += updates
         window.add(metrics)
-        if after_update(obs, window.read):
+        if after_update(turns.obs, window.read):
             return
-
-
-def collect(
-    envs: VecEnv,
-    buffer: RolloutBuffer,
-    learner: RolloutLearner,
-    phases: Phases | NullPhases,
-    counters: Counters,
-    obs: np.ndarray,
-) -> np.ndarray:
-    """Fill the buffer with one policy; returns obs [N, ...] after its last row.
-
-    With lanes (`envs.lanes`), one half of the environments steps while the policy acts for the
-    other; each row is still acted on with the weights that collect all of them.
-    """
-    if isinstance(envs, Lanes):
-        with envs.overlap():
-            return _collect_in_lanes(envs, buffer, learner, phases, counters, obs)
-    while not buffer.full:
-        with phases("act"):
-            action, extras = learner.act(obs)
-        with phases("env"):
-            step = envs.step(action)
-        with phases("store"):
-            buffer.add(obs, action, extras, step)
-        obs = step.obs
-        counters.env_steps += int(np.count_nonzero(step.valid))
-    return obs
-
-
-def _collect_in_lanes(
-    envs: Lanes,
-    buffer: RolloutBuffer,
-    learner: RolloutLearner,
-    phases: Phases | NullPhases,
-    counters: Counters,
-    obs: np.ndarray,
-) -> np.ndarray:
-    seen = [obs[lane.columns] for lane in envs.lanes]
-    acted: list[tuple[np.ndarray, dict[str, Any]]] = [(obs, {})] * len(seen)
-
-    def act(i: int) -> None:
-        with phases("act"):
-            acted[i] = learner.act(seen[i])
-        with phases("env"):
-            envs.lanes[i].send(acted[i][0])
-
-    for i in range(len(seen)):
-        act(i)
-    for row in reversed(range(buffer.horizon)):
-        for i, lane in enumerate(envs.lanes):
-            with phases("env"):
-                step = lane.recv()
-            with phases("store"):
-                action, extras = acted[i]
-                buffer.add(seen[i], action, extras, step)
-            seen[i] = step.obs
-            counters.env_steps += int(np.count_nonzero(step.valid))
-            if row:
-                act(i)
-    return np.concatenate(seen)
 
 
 def run_replay(
@@ -135,97 +158,32 @@ def run_replay(
     pace: Pace,
     counters: Counters,
     total_steps: int,
-    prioritized: bool,
     obs: np.ndarray,
-    after_turn: Hook,
+    after_round: Hook,
 ) -> None:
-    """Train on replay until `after_turn` says stop: act, step, store, and learn what is due.
+    """Train on replay until `after_round` says stop: play a turn, and learn what is due.
 
-    `obs` [N, ...] is where the environments stand; the hook runs after every turn; schedules run
-    over `total_steps`. A `prioritized` buffer is given the new priorities of what it drew.
+    `obs` [N, ...] is where the environments stand; the hook runs when every lane has had its turn;
+    schedules run over `total_steps`.
     """
-    learn = _Learning(buffer, learner, phases, pace, counters, total_steps, prioritized)
-    if isinstance(envs, Lanes):
-        return _run_replay_in_lanes(envs, learn, obs, after_turn)
-    while True:
-        with phases("act"):
-            action = learner.act(obs, learn.progress)
-        with phases("env"):
-            step = envs.step(action)
-        with phases("store"):
-            buffer.add(obs, action, {}, step)
-        obs = step.obs
-        counters.env_steps += int(np.count_nonzero(step.valid))
-        learn()
-        if after_turn(obs, learn.metrics):
-            return
+    turns = Turns(envs, learner.policy, buffer.add, phases, counters, total_steps, obs)
 
-
-@dataclass
-class _Learning:
-    """The half of a turn that needs no environment."""
-
-    buffer: ReplayBuffer
-    learner: ReplayLearner
-    phases: Phases | NullPhases
-    pace: Pace
-    counters: Counters
-    total_steps: int
-    prioritized: bool
-
-    @property
-    def progress(self) -> float:
-        """Of the run, in [0, 1]."""
-        return min(self.counters.env_steps / self.total_steps, 1.0)
-
-    def __call__(self) -> None:
-        """Do the updates that are due."""
-        progress = self.progress
-        for _ in range(self.pace.due(self.counters.env_steps, self.buffer.size)):
-            with self.phases("sample"):
-                batch = self.buffer.sample(self.pace.batch_size, progress)
-            with self.phases("learn"):
-                priorities = self.learner.update(batch, progress)
-            if self.prioritized:
-                with self.phases("store"):
-                    self.buffer.update_priorities(batch.ids, priorities)
-            self.counters.updates += 1
-
-    def metrics(self) -> Metrics:
-        """Read at the log tick; the moment to find out which updates were skipped (fp16)."""
-        metrics = dict(self.learner.metrics(self.progress))
-        skipped = int(metrics.pop("skipped_updates", 0))
-        self.counters.updates -= skipped - self.counters.skipped_updates
-        self.counters.skipped_updates = skipped
+    def metrics() -> Metrics:
         return {
-            **metrics,
-            "replay/size": float(self.buffer.size),
-            "replay/ratio": self.pace.ratio(self.counters.env_steps),
+            **learner.metrics(turns.progress),
+            "replay/size": float(buffer.size),
+            "replay/ratio": pace.ratio(counters.env_steps),
         }
 
-
-def _run_replay_in_lanes(envs: Lanes, learn: _Learning, obs: np.ndarray, after_turn: Hook) -> None:
-    """One lane is acted on, and learning is done, while the others step."""
-    buffer, learner, phases, counters = learn.buffer, learn.learner, learn.phases, learn.counters
-    seen = [obs[lane.columns] for lane in envs.lanes]
-    acted: list[np.ndarray] = []
-    for i, lane in enumerate(envs.lanes):
-        with phases("act"):
-            acted.append(learner.act(seen[i], learn.progress))
-        with phases("env"):
-            lane.send(acted[i])
-    while True:
-        for i, lane in enumerate(envs.lanes):
-            with phases("env"):
-                step: Step = lane.recv()
-            with phases("store"):
-                buffer.add(seen[i], acted[i], {}, step)
-            seen[i] = step.obs
-            counters.env_steps += int(np.count_nonzero(step.valid))
-            with phases("act"), envs.overlap():
-                acted[i] = learner.act(seen[i], learn.progress)
-            with phases("env"):
-                lane.send(acted[i])
-            learn()
-        if after_turn(np.concatenate(seen), learn.metrics):
+    for round_ends in turns.take():
+        for _ in range(pace.due(counters.env_steps, buffer.size)):
+            with phases("sample"):
+                batch = buffer.sample(pace.batch_size, turns.progress)
+            with phases("learn"):
+                priorities = learner.update(batch, turns.progress)
+            if buffer.prioritized:
+                with phases("store"):
+                    buffer.update_priorities(batch.ids, priorities)
+            counters.updates += 1
+        if round_ends and after_round(turns.obs, metrics):
             return

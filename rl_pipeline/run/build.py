@@ -122,7 +122,8 @@ def make_evaluation(
         num_envs = min(wanted.num_envs, wanted.episodes)
         envs = make_envs(settings, num_envs, stream_seed(seed, "eval", index), num_threads)
         try:
-            return evaluate(envs, learner.act_greedy, wanted.episodes, wanted.max_steps, stop)
+            act = learner.policy.act_greedy
+            return evaluate(envs, act, wanted.episodes, wanted.max_steps, stop)
         finally:
             told("the environments of the evaluation", envs.close, say)
 

@@ -52,9 +52,8 @@ def make_training(
             from rl_pipeline.learners.ppo import PPO
 
             ppo = PPO(algo, settings.network, envs.spec, runtime, phases)
-            rollout = RolloutBuffer(
-                envs.spec, algo.horizon, ppo.extras, runtime.device, runtime.transfers.to_device
-            )
+            extras, send = ppo.policy.extras, runtime.transfers.to_device
+            rollout = RolloutBuffer(envs.spec, algo.horizon, extras, runtime.device, send)
 
             def on_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
                 sync.run(envs, rollout, ppo, phases, counters, settings.total_steps, obs, hook)
@@ -72,7 +71,7 @@ def make_training(
             def off_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
                 sync.run_replay(
                     envs, buffer, dqn, phases, pace, counters, settings.total_steps,
-                    settings.buffer.name == "prioritized", obs, hook,
+                    obs, hook,
                 )  # fmt: skip
 
             replay = OffPolicy(buffer, pace, settings.buffer.save)

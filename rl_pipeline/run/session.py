@@ -176,6 +176,7 @@ class Session:
         with self.phases("learn"):
             # What is still queued on the device is learning, not logging or saving.
             self.synchronize()
+        self.counters.note_skipped(self.learner.skipped_updates())
         if saves:
             # Before the evaluation: whoever interrupts that has lost nothing.
             self._save(obs)

@@ -25,8 +25,6 @@ WARMUP_CAP_S = 30.0
 
 NOT_TRAINING = ("compile", "eval", "checkpoint")
 """Phases that no bottleneck is looked for in."""
-COUNTED = ("updates", "skipped_updates")
-"""Metrics of an update that the loop adds up."""
 
 
 class Counts(Protocol):
@@ -151,7 +149,7 @@ class Recorder:
         if phases:
             row["phase/other_share"] = max(0.0, 1 - sum(phases.values()) / wall)
         # The one moment at which metrics are read off the device.
-        row |= {name: float(value) for name, value in metrics.items() if name not in COUNTED}
+        row |= {name: float(value) for name, value in metrics.items()}
         if self.recent:
             row["return/train"] = float(np.mean([e.return_raw for e in self.recent]))
             row["return/train_learner"] = float(np.mean([e.return_train for e in self.recent]))
