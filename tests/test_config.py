@@ -21,6 +21,17 @@ from pydantic import ValidationError
 
 from rl_pipeline.config import app, checks, explain, load, memory, options
 from rl_pipeline.config.origins import CONF
+from rl_pipeline.config.settings import (
+    BackendSettings,
+    CheckpointSettings,
+    DQNSettings,
+    EvalSettings,
+    NetworkSettings,
+    PPOSettings,
+    Settings,
+    StudySettings,
+    TrackingSettings,
+)
 from rl_pipeline.errors import ConfigError
 
 SAMPLES = "cartpole lunarlander halfcheetah pong atari gym envpool dm_control minigrid procgen"
@@ -374,3 +385,32 @@ def test_the_working_directory_adds_options(cli):
 def test_the_configuration_ships_with_the_package():
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     assert '"conf" = "rl_pipeline/conf"' in text
+
+
+def test_a_default_in_yaml_is_the_default_of_its_model():
+    """Which both have: whoever reads either is told the same."""
+    plain = {
+        "algo": {"ppo": PPOSettings, "dqn": DQNSettings}, "network": {"mlp": NetworkSettings},
+        "backend": {"gymnasium": BackendSettings}, "tracking": {"mlflow": TrackingSettings},
+        "eval": EvalSettings, "checkpoint": CheckpointSettings, "study": StudySettings,
+    }  # fmt: skip
+    root = OmegaConf.load(CONF / "config.yaml")
+    checked = 0
+    for group, models in plain.items():
+        for option, model in models.items() if isinstance(models, dict) else [(None, models)]:
+            given = (
+                root[group] if option is None else OmegaConf.load(CONF / group / f"{option}.yaml")
+            )
+            for key, field in model.model_fields.items():
+                if key in given and not field.is_required():
+                    value = OmegaConf.to_container(given)[key]
+                    default = (
+                        list(field.default) if isinstance(field.default, tuple) else field.default
+                    )
+                    assert value == default, (
+                        f"{group}.{key}: {value} in YAML, {default} in settings.py"
+                    )
+                    checked += 1
+    for key in ("seed", "total_steps", "log_every_s", "max_wall_s", "resume"):
+        assert root[key] == Settings.model_fields[key].default, key
+    assert checked > 50

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from rl_pipeline.config.backends import BACKENDS, BackendName
 from rl_pipeline.machine import cpu_budget
 
 # Environments per core of the budget, or in all, by what steps them. Measured on 2 cores
@@ -36,8 +37,10 @@ def resolve(
         return values, {}
     cores, limit = budget or cpu_budget()
     chosen: dict[str, str] = {}
-    backend, name = dict(backend), str(backend.get("name"))
-    has_lanes = name.endswith("_async")
+    backend, name = dict(backend), backend.get("name")
+    if name not in BACKENDS:
+        return values, {}
+    has_lanes = BACKENDS[name].most_lanes is None
     if backend.get("num_envs") == "auto":
         kind = str((values.get("env") or {}).get("kind", "other"))
         wanted, why = _wanted_envs(name, kind, cores, limit)
@@ -54,11 +57,11 @@ def resolve(
     return {**values, "backend": backend}, chosen
 
 
-def _wanted_envs(name: str, kind: str, cores: int, limit: str) -> tuple[int, str]:
-    budget = f"{cores} cores by {limit}"
-    if name == "gymnasium":
+def _wanted_envs(name: BackendName, kind: str, cores: int, limit: str) -> tuple[int, str]:
+    budget, steps = f"{cores} cores by {limit}", BACKENDS[name].steps
+    if steps == "loop":
         return _LOOP, "auto: a loop gains little from more"
-    if name == "gymnasium_async":
+    if steps == "processes":
         return 2 * cores, f"auto: two processes per core, {budget}"
     if kind == "classic":
         return _CLASSIC, "auto: a step of cheap environments costs little more than its overhead"
@@ -75,10 +78,10 @@ def _fitting(wanted: int, lanes: int, algo: Any) -> int:
     return math.ceil(wanted / unit) * unit
 
 
-def _lanes(name: str, num_envs: int, cores: int, limit: str) -> tuple[int, str]:
-    if not name.endswith("_async"):
+def _lanes(name: BackendName, num_envs: int, cores: int, limit: str) -> tuple[int, str]:
+    if BACKENDS[name].most_lanes is not None:
         return 1, f"auto: backend={name} steps while the policy waits"
-    if name == "gymnasium_async" and cores == 1:
+    if BACKENDS[name].least_lanes == 1 and cores == 1:
         return 1, f"auto: one core by {limit} leaves nothing to overlap"
     lanes = next((n for n in range(2, num_envs + 1) if num_envs % n == 0), 1)
     return lanes, "auto: the fewest that divide the environments, so that batches stay large"

@@ -47,9 +47,10 @@ def check_machine(settings: Settings, here: bool = True) -> None:
     from rl_pipeline.config import stores
     from rl_pipeline.config.stores import kept_uri
 
-    if settings.backend.name.startswith("envpool") and find_spec("envpool") is None:
+    package = settings.backend.traits.package
+    if package and find_spec(package) is None:
         raise ConfigError(
-            f"backend={settings.backend.name} needs the envpool package; use backend=gymnasium"
+            f"backend={settings.backend.name} needs the {package} package; use backend=gymnasium"
         )
     if here and settings.device.name == "cuda" and version("torch").endswith("+cpu"):
         raise ConfigError(

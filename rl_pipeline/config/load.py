@@ -9,11 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from rl_pipeline.config import auto, rules
 from rl_pipeline.config.options import PLANNED, groups, known_keys, near, options_of, planned
 from rl_pipeline.config.settings import Settings
 from rl_pipeline.errors import ConfigError
-
-# -- reading ------------------------------------------------------------------------------------
 
 
 def load(cfg: DictConfig) -> Settings:
@@ -30,10 +29,13 @@ def load(cfg: DictConfig) -> Settings:
     if missing:
         raise ConfigError("\n".join(f"{key} must be given, e.g. {key}=..." for key in missing))
     try:
-        return Settings.model_validate(values)
+        values, chosen = auto.resolve(values)
+        settings = Settings.chosen_by(chosen, values)
     except ValidationError as error:
         lines = [_explain(e, values) for e in error.errors()]
         raise ConfigError("\n".join(lines)) from None
+    rules.check(settings)
+    return settings
 
 
 def _unresolved(cfg: DictConfig, prefix: str = "") -> str | None:

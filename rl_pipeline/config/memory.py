@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
 
-from rl_pipeline.config.settings import Settings
+from rl_pipeline.config.settings import ReplayAlgorithm, Settings
 from rl_pipeline.errors import ConfigError
 
 _ENV, _GAME, _PROCESS, _THREAD = 1_000, 100_000, 2_000_000, 16_000
@@ -38,7 +38,7 @@ def parts(settings: Settings) -> list[Part]:
     obs = atari.frame_stack * atari.screen_size**2 if atari else 4
     image = ("env.atari.frame_stack", "env.atari.screen_size") if atari else ()
     one = (_GAME if env.kind == "atari" else _ENV) + obs
-    one += _PROCESS if backend.name == "gymnasium_async" else 0
+    one += _PROCESS if backend.traits.steps == "processes" else 0
     evaluating = min(settings.eval.num_envs, settings.eval.episodes)
     found = [
         Part("environments", backend.num_envs * one, ("backend.num_envs", *image)),
@@ -49,7 +49,7 @@ def parts(settings: Settings) -> list[Part]:
         found.append(Part("threads", backend.num_threads * _THREAD, ("backend.num_threads",)))
     weights = _weights(settings)
     acts = sum(settings.network.hidden) * 4 + obs
-    if algo.name == "ppo":
+    if not isinstance(algo, ReplayAlgorithm):
         rows = algo.horizon * backend.num_envs
         keys = ("algo.horizon", "backend.num_envs")
         found.append(Part("the rollout", rows * (obs + _ROW), (*keys, *image)))

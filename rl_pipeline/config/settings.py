@@ -13,12 +13,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
     PrivateAttr,
     model_validator,
 )
 
-from rl_pipeline.config import auto
+from rl_pipeline.config.backends import BACKENDS, Backend, BackendName
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -98,7 +97,7 @@ class EnvSettings(Frozen):
 class BackendSettings(Frozen):
     """What steps the environments."""
 
-    name: Literal["gymnasium", "gymnasium_async", "gymnasium_native", "envpool", "envpool_async"]
+    name: BackendName
     num_envs: PositiveInt = 8
     """More sample faster and learn otherwise. `auto` chooses by task and CPU budget, says why."""
     num_threads: PositiveInt | Literal["auto"] = "auto"
@@ -109,6 +108,11 @@ class BackendSettings(Frozen):
     `auto`."""
     step_timeout_s: PositiveFloat | None = None
     """gymnasium_async: a worker that does not answer within this many seconds ends the run."""
+
+    @property
+    def traits(self) -> Backend:
+        """What this backend is like."""
+        return BACKENDS[self.name]
 
 
 class BufferSettings(Frozen):
@@ -174,23 +178,28 @@ class PPOSettings(Frozen):
     """Initial log standard deviation of the Gaussian policy."""
 
 
-class DQNSettings(Frozen):
-    """Deep Q-learning (Mnih et al. 2015, doi:10.1038/nature14236)."""
+class ReplayAlgorithm(Frozen):
+    """What all algorithms have that learn from replay."""
 
-    name: Literal["dqn"]
     learning_starts: Count = 1_000
     """Env steps stored before the first update."""
     batch_size: PositiveInt = 32
     """Transitions per update."""
     replay_ratio: PositiveFloat = 8.0
     """Transitions drawn per env step: updates x batch_size / env steps, held at every turn."""
+    gamma: Fraction = 0.99
+    n_step: PositiveInt = 1
+    """Rewards summed before the bootstrap; windows end where their episode ends."""
+
+
+class DQNSettings(ReplayAlgorithm):
+    """Deep Q-learning (Mnih et al. 2015, doi:10.1038/nature14236)."""
+
+    name: Literal["dqn"]
     learning_rate: PositiveFloat = 1e-4
     anneal_lr: bool = False
     """Linearly to 0 over `total_steps`."""
     adam_eps: PositiveFloat = 1e-8
-    gamma: Fraction = 0.99
-    n_step: PositiveInt = 1
-    """Rewards summed before the bootstrap; windows end where their episode ends."""
     double: bool = False
     """The learning network chooses the action that the target network values (van Hasselt et al.
     2016, arXiv:1509.06461)."""
@@ -366,172 +375,9 @@ class Settings(Frozen):
         """What `auto` chose and why, by setting."""
         return self._chosen
 
-    @model_validator(mode="wrap")
     @classmethod
-    def _auto(cls, values: Any, check: ModelWrapValidatorHandler[Settings]) -> Settings:
-        chosen: dict[str, str] = {}
-        if isinstance(values, dict):
-            values, chosen = auto.resolve(values)
-        settings = check(values)
-        if chosen:
-            settings._chosen = chosen
+    def chosen_by(cls, chosen: dict[str, str], values: dict[str, Any]) -> Settings:
+        """The settings of `values`, in which `auto` chose what `chosen` says."""
+        settings = cls.model_validate(values)
+        settings._chosen = chosen
         return settings
-
-    @model_validator(mode="after")
-    def _combinations(self) -> Settings:
-        """Refuse what no single field can know."""
-        backend, lanes = self.backend.name, self.backend.lanes
-        if lanes > 1 and not backend.endswith("_async"):
-            raise ValueError(
-                f"backend.lanes={lanes} has no effect on backend={backend}, which steps while the "
-                "policy waits; use backend=envpool_async or backend=gymnasium_async"
-            )
-        if backend == "envpool_async" and lanes == 1:
-            raise ValueError("backend=envpool_async with backend.lanes=1 is backend=envpool")
-        if self.backend.num_envs % lanes:
-            raise ValueError(
-                f"backend.lanes={lanes} must divide backend.num_envs={self.backend.num_envs}"
-            )
-        if backend.startswith("envpool") and self.env.envpool_id is None:
-            raise ValueError(
-                f"backend={backend} does not have env={self.env.name} ({self.env.id}); "
-                "use backend=gymnasium"
-            )
-        threaded = backend.startswith("envpool") or (
-            self.backend.name == "gymnasium_native" and self.env.kind == "atari"
-        )
-        if not threaded and self.backend.num_threads != "auto":
-            raise ValueError(
-                f"backend.num_threads has no effect on backend={self.backend.name} here, which has "
-                "no worker threads; leave it out or use backend=envpool"
-            )
-        has_workers = self.backend.name == "gymnasium_async"
-        if has_workers != (self.backend.step_timeout_s is not None):
-            raise ValueError(
-                "backend.step_timeout_s goes with backend=gymnasium_async, whose workers can hang, "
-                f"and with no other; it is {self.backend.step_timeout_s} on "
-                f"backend={self.backend.name}"
-            )
-        if backend.startswith("envpool") and self.env.kwargs.keys() & {"num_envs", "seed"}:
-            raise ValueError(
-                "env.kwargs cannot set num_envs or seed; use backend.num_envs and seed"
-            )
-        if self.env.wrappers and backend not in ("gymnasium", "gymnasium_async"):
-            raise ValueError(
-                f"env.wrappers are Gymnasium's, backend={backend} cannot apply them; use "
-                "backend=gymnasium or backend=gymnasium_async"
-            )
-        if self.env.wrappers and self.env.kind == "atari":
-            raise ValueError(
-                f"env.wrappers have no effect under the preprocessing of env={self.env.name}; use "
-                f"env=gym env.id=ale_py:{self.env.id} with wrappers that do all of it"
-            )
-        if (self.env.kind == "atari") != (self.env.atari is not None):
-            raise ValueError("env.kind=atari and the env.atari block go together")
-        if self.network.name == "nature_cnn" and self.env.kind in ("classic", "mujoco"):
-            raise ValueError(
-                f"network=nature_cnn needs images, env={self.env.name} has none; use network=mlp"
-            )
-        if self.network.name == "nature_cnn" and getattr(self.algo, "normalize_obs", False):
-            raise ValueError(
-                "algo.normalize_obs=true does not go with network=nature_cnn, which scales images "
-                "by the bounds of their space; leave it out, or use network=mlp"
-            )
-        if self.tracking.name == "none" and (self.tracking.uri or self.tracking.experiment):
-            raise ValueError(
-                "tracking.uri and tracking.experiment have no effect with tracking=none; use "
-                "tracking=mlflow or tracking=server"
-            )
-        if self.eval.every_steps and not self.eval.episodes:
-            raise ValueError("eval.every_steps has no effect with eval.episodes=0")
-        return self
-
-    @model_validator(mode="after")
-    def _learning(self) -> Settings:
-        """Refuse a buffer that the algorithm cannot learn from, and figures that never meet."""
-        algo, buffer = self.algo, self.buffer
-        if algo.name == "ppo":
-            if buffer.name != "rollout":
-                raise ValueError(
-                    f"buffer={buffer.name} does not go with algo=ppo, which learns only from what "
-                    "its present policy has done; use buffer=rollout or algo=dqn"
-                )
-            rows = algo.horizon * self.backend.num_envs
-            if rows % algo.num_minibatches:
-                raise ValueError(
-                    f"algo.num_minibatches={algo.num_minibatches} must divide algo.horizon x "
-                    f"backend.num_envs = {algo.horizon} x {self.backend.num_envs} = {rows}"
-                )
-            if rows == algo.num_minibatches:
-                why = "its normalised advantage is always 0, so that the policy never moves"
-                if not algo.normalize_advantage:
-                    why = "it is empty where that row only resets an environment"
-                raise ValueError(
-                    f"algo.num_minibatches={algo.num_minibatches} leaves one row a minibatch "
-                    f"(algo.horizon x backend.num_envs = {algo.horizon} x {self.backend.num_envs} "
-                    f"= {rows} rows), and {why}; use a longer algo.horizon, more "
-                    "backend.num_envs or fewer algo.num_minibatches"
-                )
-        else:
-            if buffer.name == "rollout":
-                raise ValueError(
-                    f"buffer=rollout does not go with algo={algo.name}, which learns from old "
-                    "steps; use buffer=uniform or buffer=prioritized"
-                )
-            self._check_replay(algo)
-        self._check_buffer()
-        return self
-
-    def _check_replay(self, algo: DQNSettings) -> None:
-        capacity = self.buffer.capacity
-        if capacity is None:
-            raise ValueError(f"buffer.capacity must be given with buffer={self.buffer.name}")
-        # One row per environment waits for its successor, n_step of them for a whole window.
-        waiting = algo.n_step * self.backend.num_envs
-        for key, least in {
-            "algo.learning_starts": algo.learning_starts,
-            "algo.batch_size": algo.batch_size + waiting,
-        }.items():
-            if capacity < least:
-                raise ValueError(
-                    f"buffer.capacity={capacity:,} is less than {key} needs ({least:,}): learning "
-                    "would never begin; make it larger"
-                )
-        if algo.learning_starts >= self.total_steps:
-            raise ValueError(
-                f"algo.learning_starts={algo.learning_starts:,} is not reached in total_steps="
-                f"{self.total_steps:,}; lower it, or give more steps"
-            )
-
-    def _check_buffer(self) -> None:
-        buffer = self.buffer
-        for key in ("alpha", "beta"):
-            value = getattr(buffer, key)
-            if (buffer.name == "prioritized") != (value is not None):
-                raise ValueError(
-                    f"buffer.{key} goes with buffer=prioritized and with no other; it is {value} "
-                    f"on buffer={buffer.name}"
-                )
-        plain: dict[str, dict[str, Any]] = {
-            "rollout": {"capacity": None, "placement": "cpu", "prefetch": False, "save": True},
-            "deque": {"placement": "cpu", "prefetch": False},
-            # Its draws change with every priority: nothing can be copied ahead.
-            "prioritized": {"prefetch": False},
-            "memmap": {"placement": "cpu"},
-        }
-        if buffer.placement == "cuda" and buffer.prefetch:
-            raise ValueError(
-                "buffer.prefetch has no effect with buffer.placement=cuda, where nothing is "
-                "copied; leave it out"
-            )
-        for key, only in plain.get(buffer.name, {}).items():
-            value = getattr(buffer, key)
-            if value != only:
-                raise ValueError(
-                    f"buffer.{key}={value} has no effect on buffer={buffer.name}; leave it out"
-                )
-        if buffer.placement != "cpu" and self.device.name == "cpu":
-            raise ValueError(
-                f"buffer.placement={buffer.placement} is for a GPU and device=cpu has none; use "
-                "buffer.placement=cpu or device=cuda"
-            )

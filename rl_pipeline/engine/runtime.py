@@ -63,12 +63,11 @@ def thread_plan(settings: Settings, budget: int, reason: str) -> ThreadPlan:
     else:
         torch_threads = budget
         reasons["torch"] = f"{budget} (convolutions use the whole budget)"
-    if settings.backend.name == "gymnasium_async":
+    backend = settings.backend
+    if backend.traits.steps == "processes":
         env_threads = settings.backend.num_envs
         reasons["envs"] = f"{env_threads} processes (backend=gymnasium_async: one per environment)"
-    elif settings.backend.name == "gymnasium" or (
-        settings.backend.name == "gymnasium_native" and settings.env.kind != "atari"
-    ):
+    elif settings.env.kind not in backend.traits.threaded:
         env_threads = 1
         reasons["envs"] = f"1 (backend={settings.backend.name} steps in the training thread)"
     elif settings.backend.num_threads != "auto":

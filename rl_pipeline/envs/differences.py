@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 
-_ENVPOOL = {"envpool", "envpool_async"}
+from rl_pipeline.config.backends import BACKENDS
+
+_ENVPOOL = {str(name) for name, traits in BACKENDS.items() if traits.package == "envpool"}
 
 # Task ids (a pattern), the backends that differ from all others, and how.
 # A task that never terminates has no such end.

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_pipeline.config.settings import DQNSettings, PPOSettings, Settings
+from rl_pipeline.config.settings import DQNSettings, PPOSettings, ReplayAlgorithm, Settings
 from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.engine.runtime import Runtime, stream_seed
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.schedule import Pace
-from rl_pipeline.types import EnvSpec, Learner, ReplayBuffer, VecEnv
+from rl_pipeline.types import EnvSpec, Learner, ReplayBuffer, ReplayLearner, VecEnv
+
+if TYPE_CHECKING:
+    from rl_pipeline.buffers.replay import Replay
 
 
 @dataclass
@@ -46,6 +49,7 @@ def make_training(
     folder: Path,
 ) -> Training:
     """Learner, buffer and loop of the algorithm that `algo` names."""
+    steps = settings.total_steps
     match settings.algo:
         case PPOSettings() as algo:
             from rl_pipeline.buffers.rollout import RolloutBuffer
@@ -56,31 +60,40 @@ def make_training(
             rollout = RolloutBuffer(envs.spec, algo.horizon, extras, runtime.device, send)
 
             def on_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
-                sync.run(envs, rollout, ppo, phases, counters, settings.total_steps, obs, hook)
+                sync.run(envs, rollout, ppo, phases, counters, steps, obs, hook)
 
             return Training(ppo, on_policy, None, {"bytes": rollout.nbytes})
-        case DQNSettings() as algo:
-            from rl_pipeline.learners.dqn import DQN
+        case ReplayAlgorithm() as algo:
             from rl_pipeline.machine import available_memory
 
-            dqn = DQN(algo, settings.network, envs.spec, runtime, phases)
+            learner = make_replay_learner(settings, envs.spec, runtime, phases)
             free = available_memory()
             buffer = make_replay(settings, algo, envs.spec, runtime, folder)
             pace = Pace(algo.batch_size, algo.replay_ratio, algo.learning_starts)
 
             def off_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
-                sync.run_replay(
-                    envs, buffer, dqn, phases, pace, counters, settings.total_steps,
-                    obs, hook,
-                )  # fmt: skip
+                sync.run_replay(envs, buffer, learner, phases, pace, counters, steps, obs, hook)
 
             replay = OffPolicy(buffer, pace, settings.buffer.save)
             facts = {"bytes": buffer.nbytes, "available_bytes": free} | settings.buffer.model_dump()
-            return Training(dqn, off_policy, replay, facts)
+            return Training(learner, off_policy, replay, facts)
+
+
+def make_replay_learner(
+    settings: Settings, spec: EnvSpec, runtime: Runtime, phases: Phases | NullPhases
+) -> ReplayLearner:
+    """The learner of an algorithm that learns from replay."""
+    match settings.algo:
+        case DQNSettings() as algo:
+            from rl_pipeline.learners.dqn import DQN
+
+            return DQN(algo, settings.network, spec, runtime, phases)
+        case other:
+            raise NotImplementedError(other.name)
 
 
 def make_replay(
-    settings: Settings, algo: DQNSettings, spec: EnvSpec, runtime: Runtime, folder: Path
+    settings: Settings, algo: ReplayAlgorithm, spec: EnvSpec, runtime: Runtime, folder: Path
 ) -> ReplayBuffer:
     """The replay buffer that `buffer` names; raises ValueError where it cannot be or does not fit.
 
@@ -94,42 +107,40 @@ def make_replay(
         )
     capacity, atari = wanted.capacity, settings.env.atari
     assert capacity is not None
-    seed = stream_seed(runtime.seed, "update")
+    options: dict[str, Any] = {
+        "n_step": algo.n_step, "gamma": algo.gamma, "seed": stream_seed(runtime.seed, "update"),
+    }  # fmt: skip
     if wanted.name == "deque":
         from rl_pipeline.buffers.deque import DequeBuffer
 
-        return DequeBuffer(
-            spec, capacity, algo.n_step, algo.gamma, seed, device, runtime.transfers.send
-        )
+        return DequeBuffer(spec, capacity, device=device, send=ledger.send, **options)
 
-    from rl_pipeline.buffers.replay import Replay as Ring
     from rl_pipeline.buffers.ring import Priorities
 
-    options: dict[str, Any] = {
-        "n_step": algo.n_step, "gamma": algo.gamma, "seed": seed,
-        "frame_stack": atari.frame_stack if atari else 1,
-    }  # fmt: skip
+    options["frame_stack"] = atari.frame_stack if atari else 1
     if wanted.alpha is not None and wanted.beta is not None:
         options["priorities"] = Priorities(wanted.alpha, wanted.beta)
-    if wanted.name == "memmap":
-        from rl_pipeline.buffers.memmap import MemmapReplay
+    match wanted.name, wanted.placement:
+        case "memmap", _:
+            from rl_pipeline.buffers.memmap import MemmapReplay
 
-        ring: Ring = MemmapReplay(spec, capacity, folder=folder / "replay", **options)
-    elif wanted.placement == "cuda":
-        from rl_pipeline.buffers.device import DeviceReplay
+            replay: Replay = MemmapReplay(spec, capacity, folder=folder / "replay", **options)
+        case _, "cuda":
+            from rl_pipeline.buffers.device import DeviceReplay
 
-        return DeviceReplay(spec, capacity, device=device, send=ledger.send, **options)
-    elif wanted.placement == "pinned":
-        from rl_pipeline.buffers.staging import CudaTransfer, StagedReplay
+            return DeviceReplay(spec, capacity, device=device, send=ledger.send, **options)
+        case _, "pinned":
+            from rl_pipeline.buffers.staging import CudaTransfer, StagedReplay
 
-        ring = StagedReplay(
-            spec, capacity, transfer=CudaTransfer(device, runtime.transfers.sent), **options
-        )
-    else:
-        ring = Ring(spec, capacity, **options)
-    ring.fetch = ledger.to_host
+            transfer = CudaTransfer(device, ledger.sent)
+            replay = StagedReplay(spec, capacity, transfer=transfer, **options)
+        case _:
+            from rl_pipeline.buffers.replay import Replay
+
+            replay = Replay(spec, capacity, **options)
+    replay.fetch = ledger.to_host
     if not wanted.prefetch:
-        return ring
+        return replay
     from rl_pipeline.buffers.prefetch import Prefetch
 
-    return Prefetch(ring)
+    return Prefetch(replay)
