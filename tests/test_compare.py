@@ -24,7 +24,7 @@ from rl_pipeline.comparison.measure import compare
 from rl_pipeline.comparison.records import RunRecord, StudyRecord
 from rl_pipeline.config.folders import flatten
 from rl_pipeline.errors import ConfigError
-from rl_pipeline.tracking import tracker
+from rl_pipeline.tracking import orphans, tracker
 
 STEPS = 100_000
 NO_GPU = "a CPU, 2 cores, no GPU"
@@ -751,7 +751,7 @@ def test_a_study_whose_sweep_died_is_marked_when_the_store_is_read_next(planted)
     process = json.dumps([socket.gethostname(), 2**22 + 1, 0.0])
     dead = planted.create("dead", {**tags, "process": process})
     far = planted.create("far", {**tags, "study": "far", "process": '["elsewhere", 1, 0.0]'})
-    planted.store.end_dead()
+    orphans.end_dead(planted.store)
     with sqlite3.connect(planted.root / "mlflow.db") as db:
         status = dict(db.execute("select run_uuid, status from runs").fetchall())
     assert status[dead] == "KILLED" and status[far] == "RUNNING"

@@ -365,7 +365,7 @@ def test_hydra_s_own_flags_work(cli):
 
 def test_importing_the_package_and_the_door_imports_nothing_heavy():
     code = (
-        "import sys, rl_pipeline, rl_pipeline.train, rl_pipeline.study\n"
+        "import sys, rl_pipeline.train, rl_pipeline.study.callback, rl_pipeline.run.gate\n"
         "heavy = {'torch', 'mlflow', 'envpool', 'gymnasium', 'ray', 'ale_py', 'cv2', 'pynvml'}\n"
         "print(sorted(heavy & sys.modules.keys()))"
     )

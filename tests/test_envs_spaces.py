@@ -188,7 +188,7 @@ def test_ppo_learns_with_every_kind_of_discrete_action(space):
     )
     network = NetworkSettings(name="mlp", hidden=(32,))
     learner = PPO(cfg, network, vec.spec, runtime, NullPhases())
-    buffer = RolloutBuffer(vec.spec, cfg.horizon, learner.extras, runtime.device)
+    buffer = RolloutBuffer(vec.spec, cfg.horizon, learner.policy.extras, runtime.device)
     counters, returns = Counters(), []
 
     def after_update(obs, metrics):

@@ -43,7 +43,7 @@ def test_a_run_leaves_a_complete_record(cli):
     assert result["status"] == "finished"
     assert counters["env_steps"] >= 3000
     assert counters["frames"] == counters["env_steps"]
-    assert counters["updates"] >= 3000 // 256 * 20
+    assert counters["updates"] >= 3000 // 256 * 5  # target_kl may end epochs
     assert counters["episodes"] > 0
     assert result["returns"]["episodes"] == 4
     assert result["throughput"]["env_steps_per_s"] > 0

@@ -57,7 +57,8 @@ def track(run_dir, uri, **options):
 TRAINER = """
 import json, sys, time
 from pathlib import Path
-from rl_pipeline.config.settings import ConfigError, TrackingSettings
+from rl_pipeline.config.settings import TrackingSettings
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.tracking.tracker import Tracker
 run_dir = Path({run_dir!r})
 run_dir.mkdir(parents=True, exist_ok=True)

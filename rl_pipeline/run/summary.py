@@ -86,7 +86,7 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
         grid.add_row("", f"{page}?viewStateShareKey=rl_pipeline  (all runs)")
     elif tracked.get("trouble") or tracked.get("pending"):
         grid.add_row("mlflow", f"not reached ({tracked.get('trouble')}); rows in metrics.jsonl")
-        later = shell_line("telemetry.writer", shown_path(result["folder"]))
+        later = shell_line("tracking.writer", shown_path(result["folder"]))
     console.print()
     console.print(grid)
     if later:  # outside of the table, which folds what is long

@@ -161,7 +161,7 @@ class Tracker:
             _log.warning(
                 "MLflow does not have all of this run yet (%s); everything is in %s. "
                 "Ship the rest with: %s",
-                *(trouble, self._run_dir, shell_line("telemetry.writer", str(self._run_dir))),
+                *(trouble, self._run_dir, shell_line("tracking.writer", str(self._run_dir))),
             )
         return state
 
