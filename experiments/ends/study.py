@@ -30,7 +30,7 @@ def tell() -> None:
         entries = [json.loads(line) for line in kills.RESULTS.read_text().splitlines()]
         exact = [entry for entry in entries if entry["kind"] == "ppo" and entry["exact"]]
         ended = Counter(
-            entry["said"].split("(")[0].strip()[-60:] if entry["said"] else "went on to the end"
+            entry["said"].split(": ")[-1].split(" (")[0] if entry["said"] else "went on to the end"
             for entry in entries
         )
         body += (

@@ -12,11 +12,13 @@ from rl_pipeline.config.settings import DQNSettings, NetworkSettings
 from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.engine.runtime import Runtime, stream_seed
-from rl_pipeline.learners.losses import dqn_loss, td_target
+from rl_pipeline.learners.losses import DQNTerms, dqn_loss, td_target
 from rl_pipeline.learners.networks import QNetwork
 from rl_pipeline.learners.policies import EpsilonGreedy, QPolicy
 from rl_pipeline.telemetry.window import Window
 from rl_pipeline.types import Batch, Discrete, EnvSpec, Metrics
+
+SCALARS = DQNTerms._fields[2:]
 
 
 class DQN:
@@ -67,21 +69,14 @@ class DQN:
         """
         cfg = self._cfg
         rate = cfg.learning_rate * (1 - progress if cfg.anneal_lr else 1.0)
-        priority, *scalars = self._step(rate, None, *self._tensors(batch))
+        priority, *scalars, norm = self._step(rate, None, *self._tensors(batch))
         self._updates += 1
         self.policy.version = self._updates
         if self._updates % cfg.target_every == 0:
             self._move_target()
-        loss, q, norm = scalars
         # Nothing is read back until the log tick.
-        self._window.add(
-            {
-                "loss/total": loss[0],
-                "loss/q": q[0],
-                "loss/grad_norm": norm[0],
-                "loss/learning_rate": rate,
-            }
-        )
+        said = {f"loss/{name}": x[0] for name, x in zip(SCALARS, scalars, strict=True)}
+        self._window.add({**said, "loss/grad_norm": norm[0], "loss/learning_rate": rate})
         return priority[0]
 
     def _tensors(self, batch: Batch) -> list[Tensor]:
@@ -112,7 +107,7 @@ class DQN:
             next_q_online = self._net(next_obs) if self._cfg.double else None
             target = td_target(reward, discount, next_q, next_q_online)
         terms = dqn_loss(self._net(obs), action, target, weight, self._cfg.error_clip)
-        return terms.loss, terms.priority, terms.loss.detach(), terms.q.mean()
+        return tuple(terms)
 
     def metrics(self, progress: float) -> Metrics:
         """Means over the updates since the last call, and the exploration now."""

@@ -141,11 +141,13 @@ PRIORITY_EPS = 1e-6
 
 
 class DQNTerms(NamedTuple):
-    """Of one DQN loss."""
+    """A DQN loss, the new priorities, and scalars that are logged as `loss/<name>`."""
 
     loss: Tensor
     priority: Tensor  # [B] |TD error| + PRIORITY_EPS
-    q: Tensor  # [B] of the actions taken
+    total: Tensor
+    q: Tensor
+    """Mean value of the actions taken."""
 
 
 def dqn_loss(
@@ -164,4 +166,5 @@ def dqn_loss(
         error = F.huber_loss(chosen, target, reduction="none", delta=error_clip)
     loss = torch.dot(error, weight) / len(weight)
     chosen = chosen.detach()
-    return DQNTerms(loss, (chosen - target).abs() + PRIORITY_EPS, chosen)
+    priority = (chosen - target).abs() + PRIORITY_EPS
+    return DQNTerms(loss, priority, total=loss.detach(), q=chosen.mean())
