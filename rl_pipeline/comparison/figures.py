@@ -1,8 +1,7 @@
-"""Pictures, and the page that holds those of a comparison; matplotlib only here."""
+"""Pictures of a comparison; matplotlib only here."""
 
 from __future__ import annotations
 
-import html
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -12,29 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rl_pipeline.comparison import stats
-from rl_pipeline.comparison.findings import in_one_line, what_ran
+from rl_pipeline.comparison.columns import seconds_of, trained
 from rl_pipeline.comparison.groups import Comparison, Group, short
-from rl_pipeline.comparison.measure import seconds_of, trained
 from rl_pipeline.terminal import plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POINTS = 60
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em;
-       color: #222; background: #fff }
-table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums }
-th, td { padding: .3em .7em; border-bottom: 1px solid #ddd; text-align: right;
-         white-space: nowrap }
-th:first-child, td:first-child { text-align: left } th { border-bottom: 2px solid #888 }
-.answer { font-size: 1.25em; margin: .8em 0 } .bad { color: #a00 } figure { margin: 1.5em 0 }
-figcaption { color: #555 } svg { max-width: 100%; height: auto } .wide { overflow-x: auto }
-"""
-
-
-def _html(text: str) -> str:
-    return html.escape(plain(text))
 
 
 def _drawn(text: str) -> str:
@@ -247,68 +231,3 @@ def line_panels(path: Path, panels: Sequence[dict[str, Any]], rows: int = 2) -> 
     )  # fmt: skip
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-# -- the page -------------------------------------------------------------------------------------
-
-
-def page(
-    found: Comparison,
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    caption: str,
-    drawn: dict[str, Picture],
-) -> str:
-    """One HTML page that needs nothing else, no script and no network."""
-    parts = [f"<h1>{_html(found.name)}</h1>", f"<p>{_html(what_ran(found))}</p>"]
-    if answer := in_one_line(found):
-        parts.append(f"<p class=answer>{_html(answer)}.</p>")
-    parts.append(_html_table(header, rows))
-    parts += [f"<p>{_html(line)}</p>" for line in caption.splitlines()]
-    for group in found.groups:
-        for run in group.failures:
-            text = f"{run.status}: {run.name}: {run.reason}"
-            parts.append(f"<p class=bad>{_html(text)}</p>")
-    for name, picture in drawn.items():
-        words = f"<figcaption>{_html(picture.caption)}</figcaption>"
-        parts.append(f"<figure id={name}>{picture.svg}{words}</figure>")
-    if found.interactions:
-        parts.append("<h2>Effects that depend on each other</h2>")
-        parts.append(_html_table(["pair", "ratio of the effects [95 % together]"], [
-            [f"{short(*i.first[:2])} and {short(*i.second[:2])}",
-             f"{i.ratio.value:.2f} [{i.ratio.low:.2f}, {i.ratio.high:.2f}]"]
-            for i in found.interactions
-        ]))  # fmt: skip
-    parts.append("<h2>Read with</h2><ul>")
-    parts += [f"<li>{_html(note)}</li>" for note in found.notes]
-    parts.append("</ul><h2>Runs</h2>")
-    parts.append(_html_table(
-        ["run", "seed", "status", "env steps/s", "window spread", "return at the end", "id"],
-        [_run_row(run) for group in found.groups for run in group.runs],
-    ))  # fmt: skip
-    body = "\n".join(parts)
-    title = _html(found.name)
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
-        f"<style>{_STYLE}</style>\n{body}\n</html>\n"
-    )
-
-
-def _run_row(run: Any) -> list[str]:
-    def number(key: str, form: str) -> str:
-        value = run.final.get(key, math.nan)
-        return "" if math.isnan(value) else f"{value:{form}}"
-
-    end = number("eval_mean", ".1f") or number("train_mean", ".1f")
-    return [
-        run.name, run.seed, run.status, number("env_steps_per_s", ",.0f"),
-        number("window_spread", ".1%"), end, run.id,
-    ]  # fmt: skip
-
-
-def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{_html(c)}</{tag}>" for c in cells) + "</tr>"
-
-    body = "\n".join(line(row, "td") for row in rows)
-    return f"<div class=wide><table>{line(header, 'th')}\n{body}</table></div>"

@@ -36,8 +36,6 @@ class Group:
     speedup: Estimate | None = None
     """Against the baseline group of the same recipe and machine; those of all groups hold together
     at 95 %."""
-    speedup_bootstrap: Estimate | None = None
-    """The same with an interval of its own."""
     verdict: str = ""
     """The speed-up in words, or why there is none."""
     returns: Estimate | None = None
@@ -51,10 +49,8 @@ class Group:
     steps_to: float = math.nan
     """Env steps to the threshold, median over runs; inf unless more than half of them reach it."""
     seconds_to: float = math.nan
-    memory_bytes: float = math.nan
-    gpu_bytes: float = math.nan
-    compile_s: float = math.nan
-    joules_per_step: float = math.nan
+    figures: dict[str, float] = field(default_factory=dict)
+    """Medians over runs of what `columns` names; NaN where no run has one."""
 
     @property
     def name(self) -> str:

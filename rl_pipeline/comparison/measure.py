@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rl_pipeline.comparison import stats
+from rl_pipeline.comparison.columns import COLUMNS, seconds_of, trained
 from rl_pipeline.comparison.findings import add_effects, damaged, in_words, make_notes
 from rl_pipeline.comparison.groups import (
     Comparison,
@@ -78,11 +79,6 @@ def compare(
 # -- one group ------------------------------------------------------------------------------------
 
 
-def trained(run: RunRecord) -> bool:
-    """Whether it has the curves of a training."""
-    return {"return/train", "throughput/env_steps_per_s"} <= run.curves.keys()
-
-
 def _return_metric(runs: Sequence[RunRecord], steps: float) -> str:
     """Evaluations where every run has one at these steps, else the running training return."""
     done = [run for run in runs if run.finished]
@@ -109,12 +105,6 @@ def _returns(group: Group, steps: float, metric: str) -> list[float]:
     return [v for v in values if not math.isnan(v)]
 
 
-def seconds_of(run: RunRecord, steps: np.ndarray) -> np.ndarray:
-    """Seconds of training at the given env steps of a run."""
-    x, rates = run.curves["throughput/env_steps_per_s"]
-    return np.interp(steps, x, stats.training_seconds(x, rates))
-
-
 def _measure(group: Group, steps: float, metric: str, threshold: float | None) -> None:
     rates = group.rates
     if rates:
@@ -123,10 +113,7 @@ def _measure(group: Group, steps: float, metric: str, threshold: float | None) -
     returns = _returns(group, steps, metric)
     if returns:
         group.returns = stats.middle(returns, stats.iqm)
-    group.memory_bytes = _median(_peak(run, "cpu/rss_bytes") for run in group.done)
-    group.gpu_bytes = _median(_peak(run, "gpu/mem_used_bytes") for run in group.done)
-    group.compile_s = _median(run.final.get("compile_s", math.nan) for run in group.done)
-    group.joules_per_step = _median(map(_joules_per_step, group.done))
+    group.figures = {c.name: _median(map(c.of_run, group.done)) for c in COLUMNS}
     if threshold is not None:
         reached = [_reach(run, threshold) for run in group.done if trained(run)]
         group.reached = sum(math.isfinite(s) for s, _ in reached)
@@ -141,19 +128,6 @@ def _reach(run: RunRecord, threshold: float) -> tuple[float, float]:
     if not math.isfinite(steps):
         return math.inf, math.inf
     return steps, float(seconds_of(run, np.array([steps]))[0])
-
-
-def _peak(run: RunRecord, metric: str) -> float:
-    return float(run.curves[metric][1].max()) if metric in run.curves else math.nan
-
-
-def _joules_per_step(run: RunRecord) -> float:
-    """GPU energy: mean power of each window times its seconds, over the env steps."""
-    if "gpu/power_w" not in run.curves or not trained(run):
-        return math.nan
-    steps, watts = run.curves["gpu/power_w"]
-    seconds = np.diff(seconds_of(run, steps), prepend=0.0)
-    return float((watts * seconds).sum() / steps[-1])
 
 
 def _median(values: Iterable[float]) -> float:
@@ -218,7 +192,6 @@ def _against(
             group.verdict = "baseline too short" if group.steady else "too short"
         else:
             group.speedup = stats.speedup(rates, of_base, level)
-            group.speedup_bootstrap = stats.bootstrap_speedup(rates, of_base)
             group.verdict = in_words(group.speedup)
         returns, others = _returns(group, steps, metric), _returns(base, steps, metric)
         if returns and others:

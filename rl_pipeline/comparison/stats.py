@@ -122,19 +122,6 @@ def speedup(rates: Sequence[float], base: Sequence[float], level: float = LEVEL)
     return difference(np.log(rates).tolist(), np.log(base).tolist(), level).exp()
 
 
-def bootstrap_speedup(rates: Sequence[float], base: Sequence[float]) -> Estimate:
-    """The same ratio with a percentile bootstrap interval: too narrow below about 10 runs."""
-    a, b = np.log(rates), np.log(base)
-    value = float(a.mean() - b.mean())
-    if min(len(a), len(b)) < 2:
-        return Estimate(value).exp()
-    found = stats.bootstrap(
-        (a, b), lambda x, y, axis: x.mean(axis) - y.mean(axis), n_resamples=RESAMPLES,
-        method="percentile", confidence_level=LEVEL, rng=np.random.default_rng(0),
-    ).confidence_interval  # fmt: skip
-    return Estimate(value, float(found.low), float(found.high)).exp()
-
-
 class Parity(NamedTuple):
     """Whether learning suffered: `verdict` is not worse, worse, open or unknown (and, from a
     comparison, identical, incomplete or nothing learned)."""

@@ -8,21 +8,23 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from rl_pipeline.terminal import in_a_row, plain
-
-if TYPE_CHECKING:
-    from rl_pipeline.comparison.groups import Comparison, Group
-    from rl_pipeline.comparison.stats import Estimate
+from rl_pipeline.comparison.columns import COLUMNS, Column
 from rl_pipeline.comparison.findings import in_one_line
-from rl_pipeline.terminal import wide_console
+from rl_pipeline.comparison.groups import Comparison, Group
+from rl_pipeline.comparison.stats import SURE, Estimate
+from rl_pipeline.terminal import in_a_row, plain, wide_console
 
-# -- comparisons ----------------------------------------------------------------------------------
+
+def _figure(column: Column, group: Group) -> str:
+    return column.shown(group.figures.get(column.name, math.nan))
+
 
 _COLUMNS: dict[str, Callable[[Group], str]] = {
     "runs": lambda g: str(len(g.runs)),
@@ -33,10 +35,7 @@ _COLUMNS: dict[str, Callable[[Group], str]] = {
     "reached": lambda g: f"{g.reached}/{len(g.done)}",
     "steps to it": lambda g: _number(g.steps_to, ",.0f"),
     "seconds to it": lambda g: _number(g.seconds_to, ",.1f"),
-    "memory MB": lambda g: _number(g.memory_bytes / 1e6, ",.0f"),
-    "GPU MB": lambda g: _number(g.gpu_bytes / 1e6, ",.0f"),
-    "compile s": lambda g: _number(g.compile_s or math.nan, ",.1f"),
-    "GPU J/1k steps": lambda g: _number(g.joules_per_step * 1e3, ",.2f"),
+    **{column.title: partial(_figure, column) for column in COLUMNS},
     "failed": lambda g: str(len(g.failures) or ""),
 }
 _SHORT = ("runs", "env steps/s", "speed-up", "return", "learning", "failed")
@@ -59,8 +58,6 @@ def comparison_rows(
 
 def comparison_caption(found: Comparison) -> str:
     """What the columns mean."""
-    from rl_pipeline.comparison.stats import SURE
-
     lines = [
         "env steps/s: median over runs [95 % bootstrap]; speed-up: ratio of geometric means "
         "[95 % Welch on log rates, all together]; an interval that holds 1 is no difference"
@@ -155,7 +152,7 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
 
 def write_comparison(found: Comparison, folder: Path) -> list[Path]:
     """table.md, groups.csv, comparison.json, index.html and the pictures; returns their paths."""
-    from rl_pipeline.comparison import figures
+    from rl_pipeline.comparison import figures, page
 
     folder.mkdir(parents=True, exist_ok=True)
     header, rows = comparison_rows(found)
@@ -167,7 +164,7 @@ def write_comparison(found: Comparison, folder: Path) -> list[Path]:
         "table.md": f"{markdown(header, rows)}\n{answer}\n\n{caption}\n\n{notes}\n",
         "groups.csv": _csv(found),
         "comparison.json": json.dumps(as_object(found), indent=1) + "\n",
-        "index.html": figures.page(found, header, rows, caption, drawn),
+        "index.html": page.page(found, header, rows, caption, drawn),
     }
     files |= {f"{name}.png": picture.png for name, picture in drawn.items()}
     for name, content in files.items():
@@ -180,7 +177,8 @@ def as_object(found: Comparison) -> dict[str, Any]:
     """The comparison as plain JSON values; NaN and infinity as null."""
     groups = []
     for group in found.groups:
-        values = {k: v for k, v in vars(group).items() if k != "runs"}
+        values = {k: v for k, v in vars(group).items() if k not in ("runs", "figures")}
+        values |= group.figures
         runs = [
             {"id": r.id, "name": r.name, "seed": r.seed, "status": r.status, "reason": r.reason,
              "commit": r.commit, **r.final}
@@ -208,20 +206,19 @@ def _plain(value: Any) -> Any:
 def _csv(found: Comparison) -> str:
     """One row per group, numbers in full; empty where there is none."""
     text = io.StringIO()
-    estimates = ("speed", "speedup", "speedup_bootstrap", "returns")
-    numbers = (
-        "steps_to", "seconds_to", "memory_bytes", "gpu_bytes", "compile_s", "joules_per_step",
-    )  # fmt: skip
+    estimates = ("speed", "speedup", "returns")
+    figures = [column.name for column in COLUMNS]
     writer = csv.writer(text, lineterminator="\n")
     ends = ("", "_low", "_high", "_interval")
     writer.writerow([
         *map(_in_csv, found.by), "runs", "finished", "recipe", "steady", "verdict",
-        *(name + end for name in estimates for end in ends), *numbers, "parity", "margin",
+        *(name + end for name in estimates for end in ends), "steps_to", "seconds_to",
+        *figures, "parity", "margin",
     ])  # fmt: skip
     for g in found.groups:
         recipe = " ".join(f"{k}={v}" for k, v in g.recipe.items())
         cells = [cell for name in estimates for cell in _cells(g, name)]
-        cells += [getattr(g, name) for name in numbers]
+        cells += [g.steps_to, g.seconds_to, *(g.figures.get(n, math.nan) for n in figures)]
         cells += [g.parity.verdict, g.parity.margin] if g.parity else ["", ""]
         writer.writerow([
             *map(_in_csv, g.levels.values()), len(g.runs), len(g.done), _in_csv(recipe), g.steady,
