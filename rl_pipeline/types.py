@@ -148,7 +148,7 @@ class SequenceBatch(NamedTuple):
     action: torch.Tensor  # [L, B, *action_shape], int64 or float32
     reward: torch.Tensor  # [L, B] float32
     discount: torch.Tensor  # [L, B] float32: gamma, or 0 where the episode terminated
-    mask: torch.Tensor  # [L, B] float32: 1 on rows of the sequence; belongs into the loss
+    mask: torch.Tensor  # [L, B] float32: 1 on rows of the sequence; multiply the loss by it
     state: dict[str, torch.Tensor]  # [B, ...] each: recurrent state stored with the first row
     burn_in: int
     """The first rows warm up the state and are not learnt from."""

@@ -721,7 +721,7 @@ def test_a_study_is_compared_as_its_sweep_did_where_nothing_else_is_asked(plante
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["studdy=planted"], "studdy is no argument here; did you mean study?"),
+        (["studdy=planted"], "studdy is not an argument; did you mean study?"),
         (["study=plantd"], "no such study in this store; did you mean planted?"),
         (
             ["study=planted", "by=bakend"],

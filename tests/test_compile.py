@@ -63,7 +63,7 @@ def test_compiled_equals_eager_over_twenty_updates(form, action):
     difference = train(compiled, action=action) - start - moved
     assert moved.norm() > 0.1
     assert difference.norm() / moved.norm() <= 1e-4
-    log = compiled._runtime.log
+    log = compiled._runtime.compile_log
     assert {e.name for e in log.entries} >= {"act", "update"}
     assert log.recompiles == 0
 
@@ -243,7 +243,7 @@ def test_twelve_numbers_of_valid_rows_are_one_compilation():
         rollout.valid[:] = True
         rollout.valid.view(-1)[: seed * 2] = False
         agent.update(rollout, 0.0)
-    log = agent._runtime.log
+    log = agent._runtime.compile_log
     assert sum(e.name == "update" for e in log.entries) == 1
     assert log.report(0)["recompiles"] == 0
 
@@ -273,7 +273,7 @@ def test_compiling_and_timing_move_nothing():
     timed.policy.act(np.zeros((4, 3), np.float32), 0.0)
     for agent in (plain, timed):
         agent.update(rollout, 0.0)
-    assert timed._runtime.log.eager_update_s is not None
+    assert timed._runtime.compile_log.eager_update_s is not None
     assert float(timed._step.adam.state.steps) == float(plain._step.adam.state.steps) == 2
     torch.testing.assert_close(plain.params.values, timed.params.values, rtol=1e-5, atol=1e-7)
 
@@ -368,8 +368,8 @@ def test_ahead_of_time_equals_eager_and_is_cached(action, arithmetic, monkeypatc
     assert float(metrics["health/max_abs_log_ratio_first_minibatch"]) < 1e-6
     again = make(compilers.ahead_of_time({}))
     again.update(random_rollout(again, action=action), 0.0)
-    assert all(e.cached for e in again._runtime.log.entries)
-    assert not any(e.cached for e in compiled._runtime.log.entries)
+    assert all(e.cached for e in again._runtime.compile_log.entries)
+    assert not any(e.cached for e in compiled._runtime.compile_log.entries)
 
 
 @pytest.mark.slow

@@ -239,8 +239,8 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("=5", "'=5' is no key=value"),
-        ("", "'' is no key=value"),
+        ("=5", "'=5' is not key=value"),
+        ("", "'' is not key=value"),
         ("+", "+: mismatched"),
         ("++x", "++x: missing"),
         ("a.b.c=1", "a.b.c is not a setting"),

@@ -27,7 +27,7 @@ def status_of(database: Path, run_id: str) -> str:
     ("arguments", "words"),
     [
         (["fix=perhaps"], "fix=perhaps"),
-        (["store=x"], "store is no argument here"),
+        (["store=x"], "store is not an argument"),
         (["uri=http://"], "names no host"),
         (["uri=http://me:s3cr3tw0rd@h"], "MLFLOW_TRACKING_URI"),
         (["fix"], "no key=value"),

@@ -221,7 +221,10 @@ def test_the_run_ends_as_the_trainer_did(lab):
     assert {name: lab.status(name) for name in expected} == expected
     assert lab.mapping("killed", "tags")["reason"] == "it was killed"
     assert lab.mapping("killed", "tags")["effective.compile"] == "eager for update"
-    assert lab.mapping("died", "tags")["reason"] == "the training process died without a word"
+    assert (
+        lab.mapping("died", "tags")["reason"]
+        == "the training process ended without writing a result"
+    )
     assert lab.metrics("died") == [("a", 8, 2.0)]
 
 

@@ -86,7 +86,7 @@ class RolloutBuffer:
         self._valid[at] = step.valid
         for name, value in extras.items():
             self._extras[name][at] = value
-        # The first of a lane counts for all of it: a lane's environments move together.
+        # One cursor per lane, kept under its first environment's id.
         self._cursor[first] = t + 1
         self._num_rows += count
 

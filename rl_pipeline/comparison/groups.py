@@ -79,7 +79,7 @@ class Group:
 
     @property
     def one_machine(self) -> bool:
-        """Rates of several machines in one group are of none."""
+        """Whether they all ran on one machine: else the group has no comparable rate."""
         return len({run.machine for run in self.done}) < 2
 
     @property

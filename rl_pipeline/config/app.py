@@ -128,7 +128,7 @@ def _check_arguments(argv: list[str]) -> None:
                 raise ConfigError(f"{text!r} is not UTF-8, which Hydra's files are") from None
     for argument in argv:
         if not argument or argument.startswith("="):
-            raise ConfigError(f"'{argument}' is no key=value")
+            raise ConfigError(f"'{argument}' is not key=value")
         key = argument.lstrip("-").split("=")[0]
         if argument.startswith("--") and "=" in argument and key in known_keys() + groups():
             raise ConfigError(f"{argument}: settings have no dashes; use {argument.lstrip('-')}")
@@ -146,7 +146,7 @@ def _check_option(argument: str) -> None:
             raise ConfigError(f"{argument} is what holds without it; leave it out")
         if given is None or given == "" or isinstance(given, int | float):
             names = f"; {options_of(group)}" if group in groups() else ""
-            raise ConfigError(f"{argument}: the name of an option is meant{names}")
+            raise ConfigError(f"{argument}: expected the name of an option{names}")
 
 
 def _die_with_the_sweep() -> None:

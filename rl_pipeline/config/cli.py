@@ -33,9 +33,9 @@ def parse(model: type[Model], argv: list[str]) -> Model:
     for argument in argv:
         key, equals, value = argument.partition("=")
         if not equals:
-            raise ConfigError(f"{argument} is no key=value")
+            raise ConfigError(f"{argument} is not key=value")
         if key not in valid:
-            raise ConfigError(f"{key} is no argument here{near(key, valid)}")
+            raise ConfigError(f"{key} is not an argument{near(key, valid)}")
         # The text that it is, so that any name or path is one: no grammar, no quotes of its own.
         values[key] = None if value == "null" else value
     try:

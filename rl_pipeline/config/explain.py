@@ -49,7 +49,7 @@ def explain_composition(error: Exception) -> str:
             return f"{key} cannot be overridden there: {cause or text}"
         if key in known_keys():
             group = key.split(".")[0]
-            return f"{key} is no setting of the {group} chosen here, only of others; leave it out"
+            return f"{key} is not a setting of the chosen {group}, only of others; leave it out"
         hint = near(key, known_keys() + groups() + launcher_keys())
         if key.startswith("env.kwargs.") or "kwargs" in key:
             hint = f"; a new constructor argument is added with a plus: +{key}=..."

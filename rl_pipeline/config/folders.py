@@ -200,12 +200,12 @@ def digest(overrides: Sequence[str]) -> str:
 
 
 def own_overrides(overrides: Sequence[str]) -> list[str]:
-    """A job's overrides without those that mean the sweep."""
+    """A job's overrides without those that address the sweep."""
     return [o for o in overrides if not o.lstrip("+~").startswith("study.")]
 
 
 def passed_on(overrides: Sequence[str]) -> list[str]:
-    """Hydra overrides that mean the jobs too, such as hydra.searchpath."""
+    """Hydra overrides that also apply to each job, such as hydra.searchpath."""
     own = ("hydra.mode", "hydra.sweep", "hydra.sweeper", "hydra.launcher", "hydra/", "hydra.run")
     return [o for o in overrides if not o.lstrip("+~").startswith(own)]
 

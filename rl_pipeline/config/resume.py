@@ -89,7 +89,7 @@ def _named(argv: list[str], key: str) -> str | None:
     if not isinstance(value, str):
         given = texts[-1].split("=", 1)[1]
         raise ConfigError(
-            f"{texts[-1]}: a folder, a name or an id is meant; a name that reads as something else "
+            f"{texts[-1]}: expected a folder, a name or an id; a name that reads as something else "
             f"needs quotes of its own: {in_shell(f'{key}={quoted(given)}')}"
         )
     try:
@@ -99,7 +99,7 @@ def _named(argv: list[str], key: str) -> str | None:
 
 
 def _as_chosen(override: str, settings: dict[str, Any]) -> str:
-    """What `auto` chose when the run began holds for its rest, also on another machine."""
+    """`auto` is resolved once: a resumed run keeps the first choice, also on another machine."""
     key, _, value = override.partition("=")
     if value == "auto" and key in ("backend.num_envs", "backend.lanes"):
         chosen = settings.get("backend")

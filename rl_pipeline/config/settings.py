@@ -22,7 +22,7 @@ from rl_pipeline.config.backends import BACKENDS, Backend, BackendName
 
 def _refuse_bool(value: Any) -> Any:
     if isinstance(value, bool):
-        raise ValueError("a number is meant, not true or false")
+        raise ValueError("expected a number, not true or false")
     return value
 
 
@@ -209,7 +209,7 @@ class DQNSettings(ReplayAlgorithm):
     """How far the target moves towards the network each time; 1 copies it."""
     error_clip: PositiveFloat | None = 1.0
     """Where the Huber loss turns from quadratic to linear; null is half the squared error. With
-    rewards that are not clipped, large errors at ends lose their voice to it and Q can diverge."""
+    rewards that are not clipped it hides large errors at episode ends, and Q can diverge."""
     max_grad_norm: PositiveFloat = 10.0
     epsilon_start: Fraction = 1.0
     epsilon_end: Fraction = 0.05

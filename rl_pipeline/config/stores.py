@@ -47,7 +47,7 @@ def resolve(
     if not uri:
         if settings.name == "server":
             raise ValueError(
-                "tracking=server does not know its server: set tracking.uri=http://host:5000 or "
+                "tracking=server needs an address: set tracking.uri=http://host:5000 or "
                 "the environment variable MLFLOW_TRACKING_URI, or use tracking=mlflow"
             )
         uri = uri_of(cwd / "mlflow.db")

@@ -119,7 +119,7 @@ class Runtime:
     seed: int
     arithmetic: Arithmetic = FP32
     plan: CompilePlan = CompilePlan()
-    log: CompileLog = field(default_factory=CompileLog)
+    compile_log: CompileLog = field(default_factory=CompileLog)
     reasons: dict[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -145,11 +145,11 @@ class Runtime:
         if builder is None:
             return eager
         return GraphFunction(
-            name, pure, eager, state, moves, builder, self.log, self.plan.fallback,
+            name, pure, eager, state, moves, builder, self.compile_log, self.plan.fallback,
             self.synchronize,
         )  # fmt: skip
 
-    def replay(self, name: str, function: Call) -> Call:
+    def capture_once(self, name: str, function: Call) -> Call:
         """`function(*tensors)`, called once per rollout: captured where graphs are, else as it is.
 
         Measured on the CPU: compiling the advantages takes seconds and saves 0.1 ms a rollout.

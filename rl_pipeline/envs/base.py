@@ -280,7 +280,7 @@ class BaseVecEnv(ABC):
         action = np.asarray(action)
         if action.shape != self._action_shape:
             raise ValueError(
-                f"{self._name}: action has shape {action.shape}, {self._action_shape} is meant"
+                f"{self._name}: action has shape {action.shape}, expected {self._action_shape}"
             )
         if self._bounds is None:
             if action.dtype.kind not in "iu" or not self._in_range(action):
@@ -289,7 +289,7 @@ class BaseVecEnv(ABC):
                 return action.astype(self._action_dtype)
             return (action + self._first_action).astype(self._action_dtype)
         if action.dtype.kind not in "fiu":
-            raise ValueError(f"{self._name}: action has dtype {action.dtype}, floats are meant")
+            raise ValueError(f"{self._name}: action has dtype {action.dtype}, expected floats")
         if not math.isfinite(np.add.reduce(action, axis=None)):
             self._refuse_nonfinite("action", action)
         low, high = self._bounds
@@ -311,7 +311,7 @@ class BaseVecEnv(ABC):
         env = int(bad.reshape(len(action), -1).any(1).argmax())  # 0 where only the dtype is wrong
         raise ValueError(
             f"{self._name}: action of environment {env} is {action[env]} ({action.dtype}), "
-            f"an integer from 0 to {self._counts - 1} is meant"
+            f"expected an integer from 0 to {self._counts - 1}"
         )
 
     def _warn_of_size(self, obs: np.ndarray) -> None:

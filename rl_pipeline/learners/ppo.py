@@ -59,7 +59,7 @@ class PPO:
             self._net, self.params, self._dist, self._normalize_obs, runtime, phases
         )
         self._score = runtime.compile("score", self._log_prob_value, [self.params])
-        self._advantage = runtime.replay("advantage", self._advantage_target)
+        self._advantage = runtime.capture_once("advantage", self._advantage_target)
         self._step = runtime.gradient_step(
             "update", self._loss, self.params, settings.adam_eps, settings.max_grad_norm
         )

@@ -153,7 +153,8 @@ def make_session(
     facts = make_facts(settings, folder, overrides, runtime, run_id, composed_from or {})
     threads = runtime.threads.env_threads
     phases = runtime.make_phases(settings.profile.name)
-    runtime.log.phase = lambda: phases("compile")
+    compile_log = runtime.compile_log
+    compile_log.phase = lambda: phases("compile")
     envs = make_training_envs(settings, stream_seed(seed, "envs"), threads, runtime.beside_envs)
     training = make_training(settings, envs, runtime, phases, folder)
     facts["buffer"] = training.buffer_facts
@@ -174,8 +175,8 @@ def make_session(
     hardware = HardwareSampler(cpu_budget=runtime.threads.budget)
     recorder = Recorder(
         folder / "metrics.jsonl", settings.log_every_s, envs.spec.frame_skip,
-        phases.window, lambda: hardware.window() | runtime.log.metrics(), lambda: tracker.ready,
-        compile_seconds=lambda: runtime.log.seconds + runtime.log.timing_s,
+        phases.window, lambda: hardware.window() | compile_log.metrics(), lambda: tracker.ready,
+        compile_seconds=lambda: compile_log.seconds + compile_log.timing_s,
     )  # fmt: skip
     session = Session(
         settings=settings, folder=folder, facts=facts, envs=envs, learner=training.learner,
@@ -187,7 +188,7 @@ def make_session(
             say,
         ),
         evaluate=make_evaluation(settings, training.learner, seed, threads),
-        synchronize=runtime.synchronize, compile_log=runtime.log, transfers=runtime.transfers,
+        synchronize=runtime.synchronize, compile_log=compile_log, transfers=runtime.transfers,
     )  # fmt: skip
     return session, state
 

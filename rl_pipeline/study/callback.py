@@ -142,7 +142,7 @@ class Study(Callback):
                 threshold=self._settings.threshold,
             )  # fmt: skip
         except (ConfigError, ValueError) as error:
-            # The jobs are done: what cannot be compared is told, and lost is nothing.
+            # The jobs are done: report why it cannot be compared; the runs are kept.
             print(plain(f"not compared: {error}"))
             for run in study.runs:
                 if not run.finished:
@@ -238,7 +238,9 @@ def _check_baseline(baseline: str | None, grid: list[Settings]) -> None:
     known = sorted({key.removesuffix(".name") for flat in flats for key in flat})
     for key in keys:
         if key not in known and not key.startswith("threads."):
-            raise ConfigError(f"study.baseline={baseline}: {key} is no setting{near(key, known)}")
+            raise ConfigError(
+                f"study.baseline={baseline}: {key} is not a setting{near(key, known)}"
+            )
 
 
 def _prepare_ray(ray: DictConfig) -> None:

@@ -32,7 +32,7 @@ class Job:
     folder: Path
     label: str
     passed_on: list[str]
-    """Hydra overrides that mean the jobs too, such as hydra.searchpath."""
+    """Hydra overrides that also apply to each job, such as hydra.searchpath."""
     timeout_s: float | None = None
     environ: dict[str, str] | None = None
 

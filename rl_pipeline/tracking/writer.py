@@ -234,7 +234,7 @@ class Shipper:
                 self._artifact(self._dir / name)
         died: dict[str, Any] = {
             "status": "failed",
-            "reason": "the training process died without a word",
+            "reason": "the training process ended without writing a result",
         }
         last_words = self._dir / ("result.json" if result else "metrics.jsonl")
         # The run ended with its last words, however much later they are shipped.
