@@ -17,6 +17,7 @@ from conftest import Cli
 from waiting import finish, until
 
 from rl_pipeline.run.evaluation import evaluate
+from rl_pipeline.run.result import Result
 from rl_pipeline.types import Discrete, EnvSpec, Episode, Step
 
 HERE = Path(__file__).parent
@@ -39,6 +40,7 @@ def test_a_run_leaves_a_complete_record(cli):
     assert out.returncode == 0, out.stderr
     (result,) = cli.results()
     (folder,) = cli.folders()
+    assert Result.model_validate(result).model_dump(exclude_unset=True) == result
     counters = result["counters"]
     assert result["status"] == "finished"
     assert counters["env_steps"] >= 3000

@@ -25,6 +25,7 @@ from rl_pipeline.run import checkpoint
 from rl_pipeline.run.evaluation import evaluate
 from rl_pipeline.run.facts import describe, make_facts
 from rl_pipeline.run.parts import make_training
+from rl_pipeline.run.result import Facts
 from rl_pipeline.run.session import Session
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import Progress
@@ -79,35 +80,34 @@ def make_training_envs(
     return Lanes(lanes, backend.name, overlap)
 
 
-def make_tracker(settings: Settings, folder: Path, facts: dict[str, Any]) -> Tracker | NullTracker:
+def make_tracker(settings: Settings, folder: Path, facts: Facts) -> Tracker | NullTracker:
     """The tracker that `tracking` names."""
     if settings.tracking.name == "none":
         return NullTracker()
-    study = facts["study"]
-    git = facts["provenance"]["git"]
+    study, git = facts.study, facts.provenance["git"]
     tracking = settings.tracking
     if not (tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")):
         # A run stays where it began, also when it is resumed from another directory.
         tracking = tracking.model_copy(update={"uri": kept_uri(folder)})
     tags = {
-        "run_id": facts["run_id"],
+        "run_id": facts.run_id,
         "run_folder": str(folder.resolve()),
         "mlflow.source.name": "rl_pipeline.train",
         "mlflow.source.type": "LOCAL",
         "mlflow.note.content": describe(settings, facts),
-        **{f"effective.{k}": str(v) for k, v in folders.flatten(facts["effective"]).items()},
+        **{f"effective.{k}": str(v) for k, v in folders.flatten(facts.effective).items()},
     }
     if name := settings.study.name or study.get("name"):
         tags["study"] = name
     if study:
-        tags["job"] = folders.digest(facts["overrides"])
+        tags["job"] = folders.digest(facts.overrides)
     if git:
         tags["mlflow.source.git.commit"] = git
-    if changed := changed_code(facts["provenance"]):
+    if changed := changed_code(facts.provenance):
         tags["changed_code"] = ", ".join(changed)
-    params = folders.flatten(settings.model_dump(mode="json")) | {"seed": facts["seed"]}
+    params = folders.flatten(settings.model_dump(mode="json")) | {"seed": facts.seed}
     return Tracker(
-        folder, tracking, run_name=facts["name"], params=params, tags=tags,
+        folder, tracking, run_name=facts.name, params=params, tags=tags,
         parent_run_id=study.get("parent_run_id"),
     )  # fmt: skip
 
@@ -157,7 +157,7 @@ def make_session(
     compile_log.phase = lambda: phases("compile")
     envs = make_training_envs(settings, stream_seed(seed, "envs"), threads, runtime.beside_envs)
     training = make_training(settings, envs, runtime, phases, folder)
-    facts["buffer"] = training.buffer_facts
+    facts = facts.model_copy(update={"buffer": training.buffer_facts})
 
     # From here on nothing in the settings can be wrong: the run exists.
     record = saved or {
@@ -226,6 +226,6 @@ def train(cfg: DictConfig) -> dict[str, Any]:
             raise
         raise ConfigError(str(error)) from error
     session.stop.reason = stop.asked()
-    for what, why in session.facts["reasons"].items():
+    for what, why in session.facts.reasons.items():
         session.progress.message(f"{what}: {why}")
     return session.run(state)

@@ -10,18 +10,19 @@ from rl_pipeline.config import folders, origins
 from rl_pipeline.config.settings import Settings
 from rl_pipeline.engine.runtime import Runtime
 from rl_pipeline.files import working_directory
+from rl_pipeline.run.result import Facts
 from rl_pipeline.telemetry.provenance import provenance
 from rl_pipeline.terminal import quoted, shell_line
 
 
-def describe(settings: Settings, facts: dict[str, Any]) -> str:
+def describe(settings: Settings, facts: Facts) -> str:
     """A run's description as a person reads it in the MLflow UI."""
-    e = facts["effective"]
+    e = facts.effective
     return (
         f"{settings.algo.name} on {settings.env.id}, {settings.total_steps:,} env steps, "
         f"{settings.backend.num_envs} environments on {e['backend']}, {e['device']}, "
-        f"{e['precision']}, {e['compile']}, {e['mode']}, seed {facts['seed']}.\n\n"
-        f"    {facts['provenance']['command']}\n\nFolder: `{facts['folder']}`"
+        f"{e['precision']}, {e['compile']}, {e['mode']}, seed {facts.seed}.\n\n"
+        f"    {facts.provenance['command']}\n\nFolder: `{facts.folder}`"
     )
 
 
@@ -50,7 +51,7 @@ def make_facts(
     runtime: Runtime,
     run_id: str,
     composed_from: dict[str, Any],
-) -> dict[str, Any]:
+) -> Facts:
     """What result.json says about a run before its first step."""
     study, name = folders.multirun_of(overrides)
     plan = runtime.threads
@@ -81,25 +82,24 @@ def make_facts(
     if settings.resume:
         resume = f"resume={quoted(settings.resume)}"
         commands["resume_command"] = shell_line("train", *arguments, resume)
-    return {
-        "run_id": run_id,
-        "name": name
-        or f"{settings.env.name} {settings.algo.name} {settings.backend.name} "
-        f"s{runtime.seed} {run_id}",
-        "experiment": settings.tracking.experiment
+    task = settings.env
+    return Facts(
+        run_id=run_id,
+        name=name
+        or f"{task.name} {settings.algo.name} {settings.backend.name} s{runtime.seed} {run_id}",
+        experiment=settings.tracking.experiment
         or os.environ.get("MLFLOW_EXPERIMENT_NAME", "rl_pipeline"),
-        "folder": str(folder),
-        "seed": runtime.seed,
-        "task": {"env": settings.env.name, "id": settings.env.id, "algo": settings.algo.name},
-        "total_steps": settings.total_steps,
-        "overrides": overrides,
-        "study": study,
-        "requested": requested(settings),
-        "effective": effective,
-        "reasons": reasons,
-        "startup": {},
-        "provenance": _provenance() | commands,
-    }
+        folder=str(folder),
+        seed=runtime.seed,
+        task={"env": task.name, "id": task.id, "algo": settings.algo.name},
+        total_steps=settings.total_steps,
+        overrides=overrides,
+        study=study,
+        requested=requested(settings),
+        effective=effective,
+        reasons=reasons,
+        provenance=_provenance() | commands,
+    )
 
 
 def _provenance() -> dict[str, Any]:

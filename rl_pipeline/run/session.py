@@ -24,6 +24,17 @@ from rl_pipeline.loops import sync
 from rl_pipeline.redaction import redact
 from rl_pipeline.run.checkpoint import Checkpoints
 from rl_pipeline.run.parts import OffPolicy
+from rl_pipeline.run.result import (
+    Best,
+    Counters,
+    Facts,
+    Result,
+    Resume,
+    Returns,
+    Startup,
+    Status,
+    Throughput,
+)
 from rl_pipeline.stop import Killed, StopRequest, no_exit
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView
@@ -60,8 +71,7 @@ class Session:
 
     settings: Settings
     folder: Path
-    facts: dict[str, Any]
-    """Parts of result.json that are known before the first step."""
+    facts: Facts
     envs: VecEnv
     learner: Learner
     loop: Callable[[sync.Counters, np.ndarray, sync.Hook], None]
@@ -91,6 +101,8 @@ class Session:
     _next_look: int = 0
     """Env steps at which something other than a log tick is due."""
     _note: str = ""
+    _startup: Startup = Startup()
+    _resume: Resume | None = None
     _waits: HiddenWaits | None = None
 
     def run(self, resume_from: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -103,7 +115,7 @@ class Session:
             try:
                 with no_exit():
                     reason = self._train(resume_from)
-                status = "finished"
+                status: Status = "finished"
                 if self.stop.reason:
                     raise Killed(self.stop.reason)
             except (KeyboardInterrupt, Killed) as error:
@@ -127,7 +139,8 @@ class Session:
             return None
         self._next_eval = self._after(self.settings.evaluate_every)
         self._next_save = self._after(self.settings.checkpoint.every_steps)
-        self.facts["startup"]["until_first_step_s"] = time.time() - psutil.Process().create_time()
+        began = psutil.Process().create_time()
+        self._startup = Startup(until_first_step_s=time.time() - began)
         self.recorder.start(self.counters)
         self._look_at()
         with ExitStack() as watched:
@@ -269,11 +282,12 @@ class Session:
         self.recorder.episodes(Episode(*game) for game in state["recent"])
         obs, trouble = self._restore_envs(state["env_state"])
         known = obs is not None
-        self.facts["resume"] = {
-            "from_env_steps": self.counters.env_steps, "exact": exact and known,
-        }  # fmt: skip
+        exact = exact and known
+        more: dict[str, Any] = {}
         if self.replay:
-            self._restore_replay(self.replay, state, known)
+            more = self._restore_replay(self.replay, state, known)
+            exact = exact and more["replay"] == "restored" and "lost_transitions" not in more
+        self._resume = Resume(from_env_steps=self.counters.env_steps, exact=exact, **more)
         self.progress.message(
             f"resumed at {self.counters.env_steps:,} env steps"
             + ("" if known else f"; games that were under way begin anew{trouble}")
@@ -289,25 +303,25 @@ class Session:
         except StateError as error:
             return None, f" ({error})"
 
-    def _restore_replay(self, replay: OffPolicy, state: dict[str, Any], known: bool) -> None:
-        contents = state["replay"]
-        if contents is None:
+    def _restore_replay(
+        self, replay: OffPolicy, state: dict[str, Any], known: bool
+    ) -> dict[str, Any]:
+        """What `Resume` says of the replay."""
+        if state["replay"] is None:
             # Without contents the buffer fills as at the start of a run.
             replay.pace.begin_anew(self.counters.env_steps)
-            self.facts["resume"]["exact"] = False
-        else:
-            replay.buffer.load_state_dict(contents)
-            replay.pace.load_state_dict(state["pace"])
-            if lost := replay.buffer.lost:
-                self.facts["resume"] |= {"exact": False, "lost_transitions": lost}
-            if not known:
-                replay.buffer.cut()
-        self.facts["resume"]["replay"] = "begun anew" if contents is None else "restored"
+            return {"replay": "begun anew"}
+        replay.buffer.load_state_dict(state["replay"])
+        replay.pace.load_state_dict(state["pace"])
+        if not known:
+            replay.buffer.cut()
+        lost = {"lost_transitions": replay.buffer.lost} if replay.buffer.lost else {}
+        return {"replay": "restored", **lost}
 
-    def _finish(self, status: str, reason: str | None) -> dict[str, Any]:
+    def _finish(self, status: Status, reason: str | None) -> dict[str, Any]:
         """Write the last words, then close every part, whatever the others raise."""
         with self.stop.ignored():
-            result = self._result(status, reason)
+            result = self._result(status, reason).model_dump(exclude_unset=True)
             give_room(self.folder)
             written = self._write(result)
         parts: list[Any] = [self.replay.buffer] if self.replay else []
@@ -335,10 +349,8 @@ class Session:
             return False
         return True
 
-    def _result(self, status: str, reason: str | None) -> dict[str, Any]:
-        phases = self.recorder.phases()
-        scores = self._scores
-        tracked = self.tracker.state()
+    def _result(self, status: Status, reason: str | None) -> Result:
+        phases, tracked = self.recorder.phases(), self.tracker.state()
         throughput = self.recorder.throughput()
         wall = throughput["steady_s"] or self.recorder.wall_s or 1e-9
         cost = {
@@ -348,46 +360,53 @@ class Session:
             "hardware_s": self.hardware.cpu_s,
             "tracker_s": tracked.get("cpu_s") or 0.0,
         }
-        best = max(self._curve, key=lambda point: point.mean, default=None)
-        result = {
-            "status": status,
-            "reason": reason,
-            **self.facts,
-            "counters": {
-                "env_steps": self.counters.env_steps,
-                "frames": self.counters.env_steps * self.envs.spec.frame_skip,
-                "updates": self.counters.updates,
-                "episodes": self.counters.episodes,
-                "skipped_updates": self.counters.skipped_updates,
-            },
-            "throughput": throughput,
-            "returns": {
-                "train_mean": self.recorder.return_mean,
-                "eval_mean": None if scores is None else float(scores.mean()),
-                "eval_std": None if scores is None else float(scores.std()),
-                "episodes": 0 if scores is None else len(scores),
-                "eval_scores": [] if scores is None else [float(s) for s in scores],
-                "best": best
-                and {
-                    "eval_mean": best.mean,
-                    "env_steps": best.env_steps,
-                    "fell": self._curve[-1].surely_below(best),
-                },
-            },
-            "compile": self.compile_log.report(self.counters.updates - self._updates_before),
-            "accounting": {**cost, "share_of_steady_wall": sum(cost.values()) / wall},
-            "hardware": self.hardware.facts(),
-            "tracking": tracked,
-        }
+        facts = dict(self.facts)
         if fallbacks := self.compile_log.fallbacks:
-            result["effective"] = result["effective"] | {
-                "compile": f"eager for {', '.join(fallbacks)}"  # why: compile.fallbacks
-            }
-        if copies := self.transfers.report(self.counters.env_steps):
-            result["transfers"] = copies
+            eager = f"eager for {', '.join(fallbacks)}"  # why: compile.fallbacks
+            facts["effective"] = self.facts.effective | {"compile": eager}
+        more: dict[str, Any] = {}
+        if self._resume:
+            more["resume"] = self._resume
+        copies: dict[str, Any] = dict(self.transfers.report(self.counters.env_steps))
         if self._waits:
-            result["transfers"] = copies | {"hidden_waits": self._waits.report()}
+            copies["hidden_waits"] = self._waits.report()
+        if copies:
+            more["transfers"] = copies
         if phases:
-            result["phases"] = phases
-            result["bottleneck"] = bottleneck(phases)
-        return result
+            more |= {"phases": phases, "bottleneck": bottleneck(phases)}
+        return Result(
+            **facts,
+            status=status,
+            reason=reason,
+            startup=self._startup,
+            counters=Counters(
+                env_steps=self.counters.env_steps,
+                frames=self.counters.env_steps * self.envs.spec.frame_skip,
+                updates=self.counters.updates,
+                episodes=self.counters.episodes,
+                skipped_updates=self.counters.skipped_updates,
+            ),
+            throughput=Throughput(**throughput),
+            returns=self._returns(),
+            compile=self.compile_log.report(self.counters.updates - self._updates_before),
+            accounting={**cost, "share_of_steady_wall": sum(cost.values()) / wall},
+            hardware=self.hardware.facts(),
+            tracking=tracked,
+            **more,
+        )
+
+    def _returns(self) -> Returns:
+        scores, best = self._scores, max(self._curve, key=lambda e: e.mean, default=None)
+        return Returns(
+            train_mean=self.recorder.return_mean,
+            eval_mean=None if scores is None else float(scores.mean()),
+            eval_std=None if scores is None else float(scores.std()),
+            episodes=0 if scores is None else len(scores),
+            eval_scores=[] if scores is None else [float(s) for s in scores],
+            best=best
+            and Best(
+                eval_mean=best.mean,
+                env_steps=best.env_steps,
+                fell=self._curve[-1].surely_below(best),
+            ),
+        )
