@@ -19,6 +19,8 @@ from rl_pipeline.config.origins import CONF
 
 # A shell ignores it for what it starts in the background, and that is passed on to every child.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if "PYTEST_XDIST_WORKER" in os.environ and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup make test
 # Two test workers on two cores: one thread each, before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
