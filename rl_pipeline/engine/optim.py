@@ -73,19 +73,19 @@ class Adam:
 
     def step(self, learning_rate: float | Tensor) -> Tensor:
         """Apply the gradients once and zero them; returns their global norm before clipping."""
-        judged = self.scale.judge(torch.linalg.vector_norm(self._grads))
-        self._steps += judged.counts
+        norm, counts, scale, found_inf = self.scale.judge(torch.linalg.vector_norm(self._grads))
+        self._steps += counts
         # The kernel divides the gradients by this: clipping without a pass of its own.
-        divisor = ((judged.norm + 1e-6) / self._max_norm).clamp(min=1.0) * judged.divisor
+        divisor = self.scale.on(((norm + 1e-6) / self._max_norm).clamp(min=1.0), scale)
         # torch.optim.Adam's own fused kernel, called directly: the class around it costs more than
         # the kernel on small networks, and imports the compiler (a second) at its first step.
         torch._fused_adam_(
             [self._params], [self._grads], [self._mean], [self._square], [], [self._steps],
             lr=learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=0.0, eps=self._eps,
-            amsgrad=False, maximize=False, grad_scale=divisor.float(), found_inf=judged.found_inf,
+            amsgrad=False, maximize=False, grad_scale=divisor.float(), found_inf=found_inf,
         )  # fmt: skip
         self._grads.zero_()
-        return judged.norm
+        return norm
 
     def pure_step(self, state: AdamState, grads: Tensor, rate: Tensor) -> tuple[AdamState, Tensor]:
         """The same step as a function; `grads` [P] are still scaled.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,19 +97,6 @@ def choose_arithmetic(
     }[settings.name]
 
 
-class Judgement(NamedTuple):
-    """What a loss scale says of one gradient."""
-
-    norm: Tensor
-    """Of the gradients, unscaled."""
-    counts: Tensor | int
-    """1 for a step that is applied, else 0."""
-    divisor: Tensor | float
-    """The scale that is on the gradients."""
-    found_inf: Tensor | None
-    """1.0 for a step that is refused, as torch's fused optimizers take it."""
-
-
 class NoScale:
     """Every precision but fp16: `LossScale`, doing nothing.
 
@@ -129,9 +116,13 @@ class NoScale:
         """The gradients."""
         return grads
 
-    def judge(self, norm: Tensor) -> Judgement:
+    def judge(self, norm: Tensor) -> tuple[Tensor, Tensor | int, Tensor | None, Tensor | None]:
         """Every step is applied."""
-        return Judgement(norm, 1, 1.0, None)
+        return norm, 1, None, None
+
+    def on(self, divisor: Tensor, scale: Tensor | None) -> Tensor:
+        """The divisor of the gradients."""
+        return divisor
 
     def settle(
         self, state: Sequence[Tensor], norm: Tensor, old: Sequence[Tensor], new: Sequence[Tensor]
@@ -182,14 +173,23 @@ class LossScale:
         """The gradients [P] of the loss itself."""
         return grads / state[0]
 
-    def judge(self, norm: Tensor) -> Judgement:
-        """Of gradients with that norm, still scaled; moves the scale."""
+    def judge(self, norm: Tensor) -> tuple[Tensor, Tensor | int, Tensor | None, Tensor | None]:
+        """Of gradients with that norm, still scaled; moves the scale.
+
+        The norm unscaled, 1 for a step that is applied (else 0), the scale that is on the
+        gradients, and 1.0 for a step that is refused, as torch's fused optimizers take it.
+        """
         norm, before = norm / self.scale, self.scale.clone()
         finite = norm.isfinite()
         moved = move_scale(self.state, finite)
         for tensor, value in zip(self.state, moved, strict=True):
             tensor.copy_(value)
-        return Judgement(norm, finite, before, (~finite).to(torch.float32))
+        return norm, finite, before, (~finite).to(torch.float32)
+
+    def on(self, divisor: Tensor, scale: Tensor | None) -> Tensor:
+        """The divisor of the scaled gradients; `scale` as `judge` told it."""
+        assert scale is not None
+        return divisor * scale
 
     def settle(
         self, state: Sequence[Tensor], norm: Tensor, old: Sequence[Tensor], new: Sequence[Tensor]

@@ -18,7 +18,7 @@ from rl_pipeline.learners.policies import EpsilonGreedy, QPolicy
 from rl_pipeline.telemetry.window import Window
 from rl_pipeline.types import Batch, Discrete, EnvSpec, Metrics
 
-SCALARS = DQNTerms._fields[2:]
+LOGGED = (*(f"loss/{name}" for name in DQNTerms._fields[2:]), "loss/grad_norm")
 
 
 class DQN:
@@ -69,14 +69,15 @@ class DQN:
         """
         cfg = self._cfg
         rate = cfg.learning_rate * (1 - progress if cfg.anneal_lr else 1.0)
-        priority, *scalars, norm = self._step(rate, None, *self._tensors(batch))
+        priority, *scalars = self._step(rate, None, *self._tensors(batch))
         self._updates += 1
         self.policy.version = self._updates
         if self._updates % cfg.target_every == 0:
             self._move_target()
         # Nothing is read back until the log tick.
-        said = {f"loss/{name}": x[0] for name, x in zip(SCALARS, scalars, strict=True)}
-        self._window.add({**said, "loss/grad_norm": norm[0], "loss/learning_rate": rate})
+        said: dict[str, Tensor | float] = {name: x[0] for name, x in zip(LOGGED, scalars)}  # noqa: B905
+        said["loss/learning_rate"] = rate
+        self._window.add(said)
         return priority[0]
 
     def _tensors(self, batch: Batch) -> list[Tensor]:
