@@ -294,4 +294,4 @@ class ReplayLearner(Learner, Protocol):
         """One optimizer step; returns the new priorities [B] of the batch."""
 
     def metrics(self, progress: float) -> Metrics:
-        """Of the updates since the last call; called at the log tick only."""
+        """Means over the updates since the last call; called at the log tick only."""

@@ -29,7 +29,7 @@ from rl_pipeline.types import Batch, EnvSpec, SequenceBatch
 
 
 class DeviceReplay(Ring):
-    """As `replay.Replay`, with the same rules; `buffer.placement=cuda`.
+    """`replay.Replay` on a GPU, with the same rules; `buffer.placement=cuda`.
 
     The sum tree has wide nodes, so that a draw is a handful of kernels; uniform draws use it with
     equal masses. Random numbers are the device's own: draws differ from those of `Replay`.
@@ -163,7 +163,7 @@ class DeviceReplay(Ring):
     # -- drawing -----------------------------------------------------------------------------
 
     def sample(self, batch_size: int, progress: float = 0.0) -> Batch:
-        """As `replay.Replay.sample`."""
+        """See `replay.Replay.sample`."""
         with self.lock:
             slots, ids, newest, weight = self._draw(batch_size, progress)
             return self._gather(slots, ids, newest, weight)
@@ -224,7 +224,7 @@ class DeviceReplay(Ring):
         return words.reshape(*record.shape[:-1], *self._action_shape)
 
     def sample_sequences(self, batch_size: int, progress: float = 0.0) -> SequenceBatch:
-        """As `replay.Replay.sample_sequences`."""
+        """See `replay.Replay.sample_sequences`."""
         if self._sequences is None:
             raise ValueError("this buffer was built for transitions: give it `sequences`")
         plan, span = self.layout, self._sequences.span
@@ -259,7 +259,7 @@ class DeviceReplay(Ring):
     def update_priorities(
         self, ids: np.ndarray | Tensor, priorities: np.ndarray | Tensor
     ) -> Tensor:
-        """As `replay.Replay.update_priorities`; how many existed stays on the device.
+        """See `replay.Replay.update_priorities`; how many existed stays on the device.
 
         On a GPU, where checking would wait for it, priorities that are not finite and above 0
         stop the program at the device's next synchronisation.

@@ -18,7 +18,7 @@ from rl_pipeline.types import EnvSpec
 
 
 class MemmapReplay(Replay):
-    """As `replay.Replay`; only cursors, actions, rewards and priorities are in memory.
+    """`replay.Replay` of which only cursors, actions, rewards and priorities are in memory.
 
     Checkpoints hold those; the observations stay in `folder`, where a restored run goes on with
     them. Rows that were overwritten between its checkpoint and its end are recognised and never
@@ -78,7 +78,7 @@ class MemmapReplay(Replay):
         return arrays, states
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Replay.state_dict`, with the observations left in the folder."""
+        """`Replay.state_dict` with the observations left in the folder."""
         self._map.flush()
         return {**super().state_dict(), "observations": self._id}
 

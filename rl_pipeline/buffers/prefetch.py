@@ -34,21 +34,21 @@ class Prefetch:
 
     @property
     def size(self) -> int:
-        """Of the replay."""
+        """Transitions that can be drawn now."""
         return self._replay.size
 
     @property
     def lost(self) -> int:
-        """Of the replay."""
+        """Transitions that could not be brought back."""
         return self._replay.lost
 
     @property
     def nbytes(self) -> int:
-        """Of the replay."""
+        """Bytes of storage."""
         return self._replay.nbytes
 
     def sample(self, batch_size: int, progress: float = 0.0) -> Batch:
-        """As `Replay.sample`."""
+        """See `Replay.sample`."""
         guess = self._ahead.result() if self._ahead else None
         with self._replay.lock:
             draw = self._replay.draw(batch_size, progress)

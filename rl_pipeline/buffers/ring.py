@@ -25,14 +25,14 @@ BAD_PRIORITIES = "priorities must be finite and above 0 (add a small constant)"
 
 
 def to_host(values: Tensor) -> np.ndarray:
-    """As an array, wherever the tensor lives."""
+    """The tensor as an array, wherever it lives."""
     return values.detach().cpu().numpy()
 
 
 def as_float64(
     values: np.ndarray | Tensor, fetch: Callable[[Tensor], np.ndarray] = to_host
 ) -> np.ndarray:
-    """As one contiguous axis on the host."""
+    """The ids as one contiguous axis on the host."""
     if isinstance(values, Tensor):
         values = fetch(values)
     return np.ascontiguousarray(values, np.float64).reshape(-1)
@@ -55,7 +55,7 @@ class Priorities:
         return self.beta + (1.0 - self.beta) * min(max(progress, 0.0), 1.0)
 
     def checked(self, priorities: np.ndarray | Tensor) -> np.ndarray:
-        """As float64; raises ValueError unless all are finite and above 0."""
+        """The priorities in float64; raises ValueError unless all are finite and above 0."""
         values = as_float64(priorities)
         # One comparison each also catches NaN.
         if len(values) and not (values.min() > 0.0 and values.max() < math.inf):
@@ -366,7 +366,7 @@ class Ring(ABC):
 
     @abstractmethod
     def _random_state(self) -> Tensor:
-        """Of the generator, as a copy."""
+        """State of the generator, as a copy."""
 
     @abstractmethod
     def _set_random_state(self, state: Tensor) -> None:

@@ -63,7 +63,7 @@ class CudaTransfer:
 
 
 class StagedReplay(Replay):
-    """As `replay.Replay`, with batches on a GPU; `buffer.placement=pinned`.
+    """`replay.Replay` with batches on a GPU; `buffer.placement=pinned`.
 
     Batches are put together in turn in `num_slots` places of pinned memory. A place is written
     again only once its last copy has arrived: else the device would see rows of the next batch.

@@ -44,7 +44,7 @@ class Column:
     name: str
     """In CSV and JSON, in SI units."""
     title: str
-    """Of the table's column."""
+    """Heading of the table's column."""
     of_run: Callable[[RunRecord], float]
     """NaN where a run has none."""
     form: str = ",.0f"

@@ -161,7 +161,7 @@ def _whole(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def telling(keys: Iterable[str], settings: Sequence[dict[str, str]], known: list[str]) -> list[str]:
-    """Of `keys` those that tell runs apart which `known` and the keys before do not."""
+    """The keys that tell runs apart which `known` and the keys before them do not."""
     chosen: list[str] = []
     for key in keys:
         now = {tuple(s.get(k) for k in known + chosen) for s in settings}

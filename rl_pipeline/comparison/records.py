@@ -64,7 +64,7 @@ class RunRecord:
     whole: bool = True
     """Its settings are known in full, not from its overrides only."""
     overrides: tuple[str, ...] = ()
-    """As the sweep gave them; of run folders only."""
+    """The overrides as the sweep gave them; known from run folders only."""
     job: str = ""
     """The same for all tries of one job of a sweep; of stores only."""
     resumed: bool = False
@@ -123,7 +123,7 @@ def _of_overrides(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """As on the command line; a store's tags hold Python's words."""
+    """The value as the command line has it; a store's tags hold Python's words."""
     return {"True": "true", "False": "false", "None": "null"}.get(str(value), str(value))
 
 

@@ -226,7 +226,7 @@ class Factorial:
     def effect(
         self, factor: str, level: str, given: tuple[str, str] | None = None
     ) -> Effect | None:
-        """Of one level against the factor's base; None where no cells match.
+        """Effect of one level against the factor's base; None where no cells match.
 
         The intervals of all levels hold together, and so do those under every level of `given`.
         """
@@ -247,7 +247,7 @@ class Factorial:
         return [effect for effect in found if effect]
 
     def interactions(self) -> list[Interaction]:
-        """Of all pairs of factors; the intervals hold together."""
+        """Interactions of all pairs of factors; the intervals hold together."""
         pairs = [
             (f, a, g, c)
             for i, f in enumerate(self.factors) for g in self.factors[i + 1 :]

@@ -162,7 +162,7 @@ _CALLS = re.compile(r"_target_|\$\{[^{}]*:")
 def trusted(
     saved: Iterable[str], file: Path, allowed: Callable[[str], bool] = lambda _: False
 ) -> list[str]:
-    """Of saved overrides those that concern the run alone; the others are named and left out."""
+    """The saved overrides that concern the run alone; the others are named and left out."""
     kept = []
     for text in saved:
         if _of_the_run(text) or (allowed(text) and not _CALLS.search(text)):

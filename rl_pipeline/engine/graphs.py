@@ -27,7 +27,7 @@ Builder = Callable[[torch.fx.GraphModule, Sequence[Tensor], Sequence[Tensor]], C
 MAX_GRAPHS = 8
 """Forms of input that one function may have: more means that shapes are not fixed."""
 TIMING_S = 0.3
-"""Of measuring eager and compiled updates against each other, each."""
+"""Seconds spent on timing eager updates, and as many on compiled ones."""
 
 
 class CompileError(RuntimeError):

@@ -29,7 +29,7 @@ class AdamState(NamedTuple):
     square: Tensor  # [P]
     steps: Tensor  # scalar
     scale: tuple[Tensor, ...]
-    """Of the loss scale; empty without one."""
+    """State of the loss scale; empty without one."""
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> AdamState:
@@ -39,7 +39,7 @@ class AdamState(NamedTuple):
 
     @property
     def flat(self) -> tuple[Tensor, ...]:
-        """As the arguments of a graph."""
+        """The tensors in a row, as a graph takes them."""
         return (*self[:4], *self.scale)
 
 

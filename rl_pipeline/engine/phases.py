@@ -173,7 +173,7 @@ class SerialisedPhases(Phases):
         self._phases = {name: _SerialPhase(name, self, drain) for name in NAMES}
 
     def cost_s(self, rounds: int = 2000) -> float:
-        """As of plain phases, with a device that has nothing to do."""
+        """The window of plain phases; the device has nothing to do in it."""
         return self._cost_s(SerialisedPhases(self._drain), rounds)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rl_pipeline.config.settings import PrecisionSettings
 
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
-"""Of the loss scale, as in torch.amp.GradScaler."""
+"""Rule of the loss scale, as in torch.amp.GradScaler."""
 MIN_SCALE = 1.0
 """Gradients that overflow unscaled are not a matter of the scale any more."""
 JUDGED_UPDATES = 20
@@ -33,10 +33,10 @@ class Arithmetic:
     loss_scale: float | None = None
     """Initial loss scale; None does without one."""
     wide: torch.dtype = torch.float32
-    """Of parameters, features, logits, distributions and losses; float64 in tests only."""
+    """Type of parameters, features, logits, distributions and losses; float64 in tests only."""
 
     def context(self) -> AbstractContextManager[Any]:
-        """Of one forward pass through a trunk, so that no cast of a weight outlives an update."""
+        """Autocast for one forward pass of a trunk: no cast of a weight outlives an update."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device, self.autocast)
@@ -174,7 +174,7 @@ class LossScale:
         return grads / state[0]
 
     def judge(self, norm: Tensor) -> tuple[Tensor, Tensor | int, Tensor | None, Tensor | None]:
-        """Of gradients with that norm, still scaled; moves the scale.
+        """Judge gradients whose norm, still scaled, is `norm`; moves the scale.
 
         The norm unscaled, 1 for a step that is applied (else 0), the scale that is on the
         gradients, and 1.0 for a step that is refused, as torch's fused optimizers take it.

@@ -42,7 +42,7 @@ class ThreadPlan:
     torch_threads: int
     env_threads: int
     act_threads: int
-    """Of torch while lanes of environments step beside it."""
+    """Threads of torch while lanes of environments step beside it."""
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -206,7 +206,7 @@ class Runtime:
             torch.set_num_threads(self.threads.torch_threads)
 
     def make_phases(self, profile: str) -> Phases | NullPhases:
-        """As `profile` wants them.
+        """The phases that `profile` names.
 
         Raises ValueError for profile=serialised without a device that works behind the host's back.
         """

@@ -90,7 +90,7 @@ class Transfers:
         return tensor
 
     def send(self, array: np.ndarray) -> Tensor:
-        """As `to_device`, for arrays of ever new shapes: without a staging buffer for each."""
+        """Like `to_device`, for arrays of ever new shapes: without a staging buffer for each."""
         if self._device.type == "cpu":
             return torch.from_numpy(array)
         begin = time.perf_counter()

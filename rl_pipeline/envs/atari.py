@@ -126,7 +126,7 @@ class AtariEnv(gym.Wrapper):
         return {"game_ended": self.game_ended} if self._informs else {}
 
     def _num_noops(self) -> int:
-        """As EnvPool draws it: the press of FIRE counts as one of `noop_max`."""
+        """Draw as EnvPool does: the press of FIRE counts as one of `noop_max`."""
         if self._atari.noop_max == 0:
             return 0
         return int(self.unwrapped.np_random.integers(self._atari.noop_max)) + 1 - self._fires

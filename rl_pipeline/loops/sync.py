@@ -46,7 +46,7 @@ class Counters:
     rollouts: int = 0
 
     def note_skipped(self, total: int) -> None:
-        """Of the updates counted so far `total` were refused, as only the device could tell."""
+        """Take `total` refused updates off the count, which only the device could tell."""
         self.updates -= total - self.skipped_updates
         self.skipped_updates = total
 
@@ -78,7 +78,7 @@ class Turns:
 
     @property
     def progress(self) -> float:
-        """Of the run, in [0, 1]."""
+        """Share of the run that is done, in [0, 1]."""
         return min(self._counters.env_steps / self._total_steps, 1.0)
 
     @property

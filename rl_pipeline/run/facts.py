@@ -103,6 +103,6 @@ def make_facts(
 
 
 def _provenance() -> dict[str, Any]:
-    """Of the code that runs, wherever one works; of the working directory for an installed copy."""
+    """Provenance of the code that runs; of the working directory for an installed copy."""
     ours = provenance(origins.PACKAGE)
     return ours if ours["git"] else provenance(working_directory())

@@ -38,7 +38,7 @@ class Training:
     loop: Callable[[sync.Counters, np.ndarray, sync.Hook], None]
     replay: OffPolicy | None
     buffer_facts: dict[str, Any]
-    """Of result.json: bytes needed, and how much memory was free before."""
+    """For result.json: bytes needed, and how much memory was free before."""
 
 
 def make_training(

@@ -40,7 +40,7 @@ class Throughput(Part):
     frames_per_s: float
     updates_per_s: float
     window_median: float
-    """Of the windows' env steps/s."""
+    """Median of the windows' env steps/s."""
     window_spread: float | None
     """Their interquartile range over the median."""
     windows: int
@@ -51,7 +51,7 @@ class Throughput(Part):
     """Until the first update, without compile_s."""
     compile_s: float
     wall_s: float
-    """Of training, without evaluation."""
+    """Seconds of training, without evaluation."""
 
 
 class Phase(Part):
@@ -82,9 +82,9 @@ class Returns(Part):
     """What was learnt, in raw rewards."""
 
     train_mean: float | None
-    """Of the last 100 training games."""
+    """Mean of the last 100 training games."""
     eval_mean: float | None
-    """Of the last evaluation: greedy policy, full games, fresh seeds."""
+    """Mean of the last evaluation: greedy policy, full games, fresh seeds."""
     eval_std: float | None
     episodes: int
     eval_scores: list[float]
@@ -128,7 +128,7 @@ class Facts(Part):
     effective: dict[str, Any]
     """The same as they took effect."""
     reasons: dict[str, str]
-    """Of every automatic choice."""
+    """Why, for every automatic choice."""
     buffer: dict[str, Any] = {}
     """bytes, available_bytes, and a replay buffer's settings."""
     provenance: dict[str, Any]

@@ -95,7 +95,7 @@ class Session:
     _curve: list[Evaluation] = field(default_factory=list)
     _evals: int = 0
     _updates_before: int = 0
-    """Of earlier sessions of this run."""
+    """Updates of earlier sessions of this run."""
     _next_eval: int = 0
     _next_save: int = 0
     _next_look: int = 0

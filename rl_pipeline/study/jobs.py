@@ -147,7 +147,7 @@ def run_here(overrides: list[str], number: int, hydra_overrides: list[str]) -> f
 
 
 def _flags() -> list[str]:
-    """Those that the sweep was composed with; its own command line is not that of Ray's workers."""
+    """Flags that the sweep was composed with; its own command line is not that of Ray's workers."""
     study = json.loads(os.environ.get("RL_PIPELINE_STUDY", "{}"))
     return origins.flags(study.get("composed_from", {}))
 

@@ -131,7 +131,7 @@ class _Gpus:
             self._handles = []  # no driver or no GPU: nothing to say
 
     def read(self) -> dict[str, float]:
-        """Of all GPUs together: means of utilization and temperature, sums of memory and power."""
+        """Means of utilization and temperature, sums of memory and power, over all GPUs."""
         nvml = self._nvml
         if not self._handles:
             return {}

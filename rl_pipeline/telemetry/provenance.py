@@ -44,7 +44,7 @@ def provenance(cwd: Path) -> dict[str, Any]:
 
 
 def changed_code(facts: Mapping[str, Any]) -> list[str]:
-    """Of `dirty_files` all but results, texts and logs, which do not make the code another one."""
+    """The changed files that are code: results, texts and logs in `dirty_files` are not."""
     files = facts.get("dirty_files")
     names = map(str, files) if isinstance(files, list) else ()
     return [name for name in names if not _NO_CODE.match(name)]
