@@ -30,7 +30,7 @@ def status_of(database: Path, run_id: str) -> str:
         (["store=x"], "store is not an argument"),
         (["uri=http://"], "names no host"),
         (["uri=http://me:s3cr3tw0rd@h"], "MLFLOW_TRACKING_URI"),
-        (["fix"], "no key=value"),
+        (["fix"], "not key=value"),
     ],
 )
 def test_bad_input_is_refused(cli, arguments, words):

@@ -108,7 +108,7 @@ def test_other_spaces_are_refused_by_name(space, flatten, words):
     [
         ("multi", [[0, 0], [2, 3]], [[0, 0], [3, 0]], "environment 1 is .3 0.*0 to .2 3."),
         ("multi", [[0, 0], [2, 3]], [[0, -1], [0, 0]], "environment 0 is . 0 -1."),
-        ("binary", [[0, 1, 0], [1, 1, 1]], [[0, 1, 2], [0, 0, 0]], "environment 0.*0 to 1 "),
+        ("binary", [[0, 1, 0], [1, 1, 1]], [[0, 1, 2], [0, 0, 0]], "environment 0.*0 to 1$"),
         ("start", [0, 2], [0, 3], "environment 1 is 3 .*from 0 to 2"),
         ("start", [0, 2], [-1, 0], "environment 0 is -1"),
     ],
