@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import math
 import resource
 import subprocess
@@ -19,7 +20,7 @@ from conftest import compose, settings
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from rl_pipeline.config import app, checks, explain, load, memory, options
+from rl_pipeline.config import app, checks, explain, load, memory, options, resume
 from rl_pipeline.config.origins import CONF
 from rl_pipeline.config.settings import (
     BackendSettings,
@@ -414,3 +415,18 @@ def test_a_default_in_yaml_is_the_default_of_its_model():
     for key in ("seed", "total_steps", "log_every_s", "max_wall_s", "resume"):
         assert root[key] == Settings.model_fields[key].default, key
     assert checked > 50
+
+
+def test_a_recipe_of_another_version_does_not_stop_a_resume(tmp_path):
+    begun = settings("env=cartpole", "backend.num_envs=4").model_dump(mode="json")
+    begun["algo"]["num_epochs"] = 33
+    record = {"run_id": "r1", "seed": 1, "settings": begun, "overrides": ["backend.num_envs=4"]}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    line = ["backend.num_envs=4", f"resume={tmp_path}"]
+    now = load.load(compose(*line), line)
+    assert now.algo.num_epochs == 33
+    resume.check_resumed(now, begun)
+    # What is given now is what is asked for, and refused.
+    line = ["backend.num_envs=4", "algo.num_epochs=5", f"resume={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"algo.num_epochs from 33 to 5"):
+        resume.check_resumed(load.load(compose(*line), line), begun)

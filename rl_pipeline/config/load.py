@@ -9,14 +9,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from rl_pipeline.config import auto, rules
+from rl_pipeline.config import auto, resume, rules
 from rl_pipeline.config.options import PLANNED, groups, known_keys, near, options_of, planned
 from rl_pipeline.config.settings import Settings
 from rl_pipeline.errors import ConfigError
 
 
-def load(cfg: DictConfig) -> Settings:
-    """Check the composed configuration.
+def load(cfg: DictConfig, overrides: list[str] | None = None) -> Settings:
+    """Check the composed configuration; `overrides` are those that it was composed with.
 
     Raises ConfigError naming every bad key, its nearest valid ones, and what was expected.
     """
@@ -28,6 +28,8 @@ def load(cfg: DictConfig) -> Settings:
         raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from None
     if missing:
         raise ConfigError("\n".join(f"{key} must be given, e.g. {key}=..." for key in missing))
+    if values.get("resume") and overrides is not None:
+        resume.as_begun(values, overrides)
     try:
         values, chosen = auto.resolve(values)
         settings = Settings.chosen_by(chosen, values)

@@ -134,6 +134,26 @@ def with_resumed_sweep(argv: list[str]) -> list[str]:
     return line
 
 
+def as_begun(values: dict[str, Any], overrides: list[str]) -> None:
+    """Put the numbers that a run began with in place of what no override sets.
+
+    Recipes and defaults of another version do not make another run of it. `values` is the plain
+    configuration; what is not the same choice any more is left for `check_resumed` to name.
+    """
+    then = record_of(find_run(values["resume"]))["settings"]
+    given = {key_of(text) for text in overrides}
+    for key in FIXED_ON_RESUME:
+        group, _, leaf = key.partition(".")
+        old, new = then.get(group), values.get(group)
+        if group in ("seed", "env") or not isinstance(old, dict) or not isinstance(new, dict):
+            continue
+        if old.get("name") != new.get("name"):
+            continue
+        for name in [leaf] if leaf else list(old):
+            if name in old and name in new and f"{group}.{name}" not in given:
+                new[name] = old[name]
+
+
 def check_resumed(now: Settings, then: dict[str, Any]) -> None:
     """Refuse a resume that would make another run of it; raises ConfigError naming the key."""
     current = now.model_dump(mode="json")

@@ -216,7 +216,7 @@ def _is_ours(error: ValueError) -> bool:
 def train(cfg: DictConfig) -> dict[str, Any]:
     """Run one job of a Hydra app; returns result.json's object."""
     hydra = HydraConfig.get()
-    settings = load.load(cfg)
+    settings = load.load(cfg, list(hydra.overrides.task))
     overrides = [o for o in hydra.overrides.task if not o.startswith("resume=")]
     folder = Path(hydra.runtime.output_dir)
     try:

@@ -32,7 +32,7 @@ class Gate(Callback):
         with refusing():
             check_recipe(list(config.hydra.overrides.task))
             check_no_secrets(OmegaConf.to_yaml(config).splitlines())
-            settings = load(job_config(config))
+            settings = load(job_config(config), list(config.hydra.overrides.task))
             check_machine(settings)
             check_study(settings)
             folder = Path(str(config.hydra.run.dir))
