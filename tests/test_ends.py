@@ -179,6 +179,7 @@ def test_an_ignored_signal_stays_ignored(cli):
     assert result(cli)["counters"]["env_steps"] >= 30_000
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_its_last_evaluation_is_finished_by_resume(cli):
     long = ("eval.episodes=100000", "eval.num_envs=1", "eval.max_steps=1000000")
     process = cli.start(*QUICK, "total_steps=512", *long)

@@ -200,6 +200,7 @@ def test_a_password_of_an_earlier_sweep_or_in_a_comparison_is_refused(cli):
         assert "s3cr3tw0rd" not in out.stdout + out.stderr
 
 
+@pytest.mark.slow
 def test_a_password_of_the_environment_is_in_no_file_but_the_request(cli):
     environ = {"MLFLOW_TRACKING_URI": "http://me:s3cr3tw0rd@127.0.0.1:9/x?token=t0ps3cret"}
     single = cli(*QUICK, "seed=1", env=environ)
@@ -509,6 +510,7 @@ def test_any_name_of_a_study_is_looked_for_as_it_is(name):
     assert command_line.parse(CompareSettings, ["study=x", "uri=null"]).uri is None
 
 
+@pytest.mark.slow
 def test_a_comparison_says_what_is_wrong_before_it_reads_the_store(cli):
     settings = TrackingSettings(name="server", uri=f"sqlite:///{cli.cwd / 'mlflow.db'}")
     assert create_parent(settings, "s", {"study": "s"}, {}, cli.cwd)
