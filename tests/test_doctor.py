@@ -51,20 +51,20 @@ def test_what_died_is_closed_and_its_rows_have_a_line_that_ships_them(cli, train
     database = cli.cwd / "mlflow.db"
     uri = f"sqlite:///{database}"
     dead = trainer(cli.cwd / "outputs" / "a day" / "dead", uri)
-    until(lambda: dead.state().get("values"), "its first row in the store")
+    until(lambda: dead.state().values, "its first row in the store")
     living = trainer(cli.cwd / "outputs" / "a day" / "lives", uri)
-    until(lambda: living.state().get("values"), "the other's first row")
+    until(lambda: living.state().values, "the other's first row")
     settings = TrackingSettings(name="server", uri=uri, experiment="trust")
     tags = {"study": "s", "kind": "study", "run_folder": "/x"}
     mine = tags | {"process": json.dumps(machine.myself())}
     own = create_parent(settings, "own", mine, {}, cli.cwd)
     study = create_parent(settings, "s", tags | {"process": DEAD}, {}, cli.cwd)
-    psutil.Process(dead.state()["writer_pid"]).suspend()
+    psutil.Process(dead.state().writer_pid).suspend()
     with open(dead.dir / "metrics.jsonl", "a") as file:
         file.write('{"step": 16, "time": 2.0, "metrics": {"a": 3.0}}\n')
     dead.kill()
     (dead.dir / "mlflow.json.tmp").write_text("half")
-    run_id = dead.state()["run_id"]
+    run_id = dead.state().run_id
 
     told = cli("fix=false", module=DOCTOR)
     assert told.returncode == 1 and "fix=true closes it" in told.stdout
@@ -74,7 +74,7 @@ def test_what_died_is_closed_and_its_rows_have_a_line_that_ships_them(cli, train
     out = cli(module=DOCTOR)
     assert out.returncode == 0, out.stdout + out.stderr
     assert status_of(database, run_id) == status_of(database, study["run_id"]) == "KILLED"
-    for alive in (living.state()["run_id"], own["run_id"]):
+    for alive in (living.state().run_id, own["run_id"]):
         assert status_of(database, alive) == "RUNNING"
     assert out.stdout.count("orphaned") == 2 and out.stdout.count("living") == 2
     assert not (dead.dir / "mlflow.json.tmp").exists()
@@ -100,7 +100,7 @@ def test_a_half_made_store_is_put_aside_and_the_next_run_makes_a_whole_one(cli, 
     assert (cli.cwd / "mlflow.db.half-made").exists() and not (cli.cwd / "mlflow.db").exists()
     if kind == "torn":
         state = track(cli.cwd / "run", f"sqlite:///{cli.cwd / 'mlflow.db'}")
-        assert state["status"] == "FINISHED"
+        assert state.status == "FINISHED"
 
 
 def test_a_half_made_store_that_holds_runs_is_left_to_its_owner(cli):
@@ -146,6 +146,6 @@ def test_a_finished_project_is_well(cli):
     tracker = tracker_for(cli.cwd / "outputs" / "run", uri)
     tracker.start()
     (cli.cwd / "outputs" / "run" / "result.json").write_text('{"status": "finished"}')
-    assert tracker.finish(LONG_S)["status"] == "FINISHED"
+    assert tracker.finish(LONG_S).status == "FINISHED"
     out = cli("fix=false", module=DOCTOR)
     assert out.returncode == 0 and "is sound" in out.stdout, out.stdout

@@ -21,8 +21,8 @@ from rl_pipeline.config.settings import TrackingSettings
 from rl_pipeline.config.stores import kept_uri
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.redaction import redact, secrets_of
+from rl_pipeline.tracking.notes import StoredRun, request_of
 from rl_pipeline.tracking.tracker import create_parent
-from rl_pipeline.tracking.writer import request_of
 
 QUICK = ("debug=short", "total_steps=300", "eval.episodes=0", "tracking.flush_s=1")
 PASSWORD = "hunter2/with?odd#marks@all"
@@ -44,7 +44,7 @@ def test_a_store_whose_making_was_killed_is_made_by_the_next_run(tmp_path, train
     first.kill()
     assert not database.exists(), "what stands in its place is whole"
     state = track(tmp_path / "b", uri)
-    assert state["status"] == "FINISHED" and not state["trouble"]
+    assert state.status == "FINISHED" and not state.trouble
     left = {p.name for p in database.parent.iterdir()}
     assert left == {"mlflow.db", "mlflow.db.lock", "mlartifacts"}
 
@@ -63,7 +63,7 @@ def test_what_living_processes_and_other_machines_make_is_left_alone(tmp_path):
     for name in [*names, dead, f"{dead}-journal"]:
         (tmp_path / name).touch()
     state = track(tmp_path / "run", f"sqlite:///{database}")
-    assert state["status"] == "FINISHED"
+    assert state.status == "FINISHED"
     assert {p.name for p in tmp_path.glob(".*.new*")} == set(names)
 
 
@@ -99,7 +99,7 @@ def test_a_run_on_what_is_no_store_is_refused_at_once_with_the_way_out(cli, kind
 def test_a_store_that_breaks_keeps_no_run_waiting_and_says_why(tmp_path, kind):
     half_made(tmp_path / "mlflow.db", kind)
     state = track(tmp_path / "run", f"sqlite:///{tmp_path / 'mlflow.db'}", drain_s=10 * LONG_S)
-    assert state["pending"] and "half-made" in state["trouble"]
+    assert state.pending and "half-made" in state.trouble
     log = (tmp_path / "run" / "tracking.log").read_text()
     assert "rl_pipeline.doctor" in log and "gave up" in log and "Traceback" not in log
 
@@ -115,7 +115,7 @@ def test_a_silent_store_keeps_a_finished_run_a_few_seconds_only(tmp_path):
         until(lambda: (tmp_path / "run" / "mlflow.json").exists(), "the first question")
         begin = time.monotonic()
         state = tracker.finish(10 * LONG_S)
-        assert state["pending"] and time.monotonic() - begin < LONG_S
+        assert state.pending and time.monotonic() - begin < LONG_S
         tracker._process.kill()
         tracker._process.wait()
 
@@ -248,11 +248,11 @@ def test_a_run_whose_trainer_and_writer_died_is_ended_by_the_next_start(tmp_path
     database = tmp_path / "mlflow.db"
     uri = f"sqlite:///{database}"
     one = trainer(tmp_path / "died", uri)
-    until(lambda: one.state().get("values"), "its first row in the store")
+    until(lambda: one.state().values, "its first row in the store")
     living = trainer(tmp_path / "lives", uri)
-    until(lambda: living.state().get("values"), "the other's first row")
+    until(lambda: living.state().values, "the other's first row")
     one.kill()
-    run_id, living_id = one.state()["run_id"], living.state()["run_id"]
+    run_id, living_id = one.state().run_id, living.state().run_id
     foreign(database)
     track(tmp_path / "next", uri)
     status = dict(ask(database, "SELECT run_uuid, status FROM runs"))
@@ -267,8 +267,8 @@ def test_a_run_that_died_after_its_result_ends_as_that_says(tmp_path, trainer):
     database = tmp_path / "mlflow.db"
     uri = f"sqlite:///{database}"
     one = trainer(tmp_path / "died", uri)
-    until(lambda: one.state().get("values"), "its first row in the store")
-    writer = psutil.Process(one.state()["writer_pid"])
+    until(lambda: one.state().values, "its first row in the store")
+    writer = psutil.Process(one.state().writer_pid)
     writer.kill()
     record = {"status": "failed", "reason": "no luck", "run_id": "r01234567"}
     (tmp_path / "died" / "result.json").write_text(json.dumps(record))
@@ -276,7 +276,7 @@ def test_a_run_that_died_after_its_result_ends_as_that_says(tmp_path, trainer):
     track(tmp_path / "next", uri)
     query = "SELECT r.status, t.value FROM runs r JOIN tags t ON t.run_uuid = r.run_uuid"
     query += " WHERE t.key = 'reason' AND r.run_uuid = ?"
-    assert ask(database, query, one.state()["run_id"]) == [("FAILED", "no luck")]
+    assert ask(database, query, one.state().run_id) == [("FAILED", "no luck")]
 
 
 @pytest.mark.slow
@@ -286,8 +286,8 @@ def test_a_run_that_its_writer_still_drains_is_alive(tmp_path, trainer):
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     one = trainer(tmp_path / "drains", uri)
-    until(lambda: one.state().get("values"), "its first row in the store")
-    writer = psutil.Process(one.state()["writer_pid"])
+    until(lambda: one.state().values, "its first row in the store")
+    writer = psutil.Process(one.state().writer_pid)
     writer.suspend()
     try:
         one.kill(writer=False)
@@ -343,17 +343,22 @@ def test_foreign_runs_with_our_words_harm_no_comparison_and_stay_as_they_are(cli
     assert set(status.values()) == {"RUNNING"} and len(status) == len(FOREIGN)
 
 
+def stored_run(name, **more):
+    params = {"uri": "", "experiment": "trust", "params": {}, "tags": {}, "started": 1.0}
+    return StoredRun(run_name=name, **params, **more)
+
+
 def test_jobs_that_failed_or_were_killed_are_in_no_average(tmp_path):
     from rl_pipeline.tracking import views
     from rl_pipeline.tracking.store import Store
 
     store = Store(f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = store.experiment_id("trust", None)
-    parent = store.run_id(experiment, {"started": 1.0, "run_name": "study", "tags": {}})
+    parent = store.run_id(experiment, stored_run("study"))
     names = {}
     for status in ("finished", "failed", "killed", None):
-        request = {"started": 1.0, "run_name": str(status), "tags": {}, "parent_run_id": parent}
-        names[store.run_id(experiment, request)] = str(status)
+        job = stored_run(str(status), parent_run_id=parent)
+        names[store.run_id(experiment, job)] = str(status)
         if status:
             store.end(list(names)[-1], status, 2.0, {})
     found = {names[run.info.run_id] for run in store.search(views.jobs_of(parent))}
@@ -377,9 +382,9 @@ def test_a_project_that_moved_keeps_its_store_and_its_artifacts(tmp_path, monkey
         '{"step": 16, "time": 2.0, "metrics": {"a": 3.0}}\n'
     )
     again = track(new / "outputs" / "run", uri)
-    assert again["run_id"] == first["run_id"] and again["status"] == "FINISHED"
+    assert again.run_id == first.run_id and again.status == "FINISHED"
     assert not old.exists(), "nothing is made anew where it was"
-    assert list(new.glob(f"mlartifacts/*/{first['run_id']}/artifacts/result.json"))
+    assert list(new.glob(f"mlartifacts/*/{first.run_id}/artifacts/result.json"))
     rows = ask(new / "mlflow.db", "SELECT step, value FROM metrics ORDER BY step")
     assert rows == [(8, 2.0), (16, 3.0)]
     for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
@@ -452,10 +457,10 @@ def test_a_store_lies_in_its_folder_whatever_is_in_the_path(tmp_path, monkeypatc
     uri, _, artifacts = stores.resolve(TrackingSettings(name="mlflow"), folder, {})
     assert stores.database_of(uri) == folder / "mlflow.db" and artifacts == folder / "mlartifacts"
     state = track(folder / "run", uri)
-    assert state["status"] == "FINISHED"
+    assert state.status == "FINISHED"
     assert [p.name for p in tmp_path.iterdir()] == [ODD], "nothing beside the project"
     assert list(folder.glob("mlartifacts/*/*/artifacts/result.json"))
-    assert Store(uri, must_exist=True).client.get_run(state["run_id"]).info.status == "FINISHED"
+    assert Store(uri, must_exist=True).client.get_run(state.run_id).info.status == "FINISHED"
     assert "make ui" in how_to_open(uri)
     monkeypatch.chdir(tmp_path)
     assert how_to_open(uri).startswith("cd ") and how_to_open(uri).endswith("sqlite:///mlflow.db")
@@ -560,7 +565,7 @@ def test_a_damaged_state_costs_only_itself(tmp_path, text):
     first = track(tmp_path / "run", uri)
     damage(tmp_path / "run" / "mlflow.json", text)
     again = track(tmp_path / "run", uri)
-    assert again["run_id"] == first["run_id"] and again["status"] == "FINISHED", again
+    assert again.run_id == first.run_id and again.status == "FINISHED", again
     assert ask(tmp_path / "mlflow.db", "SELECT step, value FROM metrics") == [(8, 2.0)]
 
 
@@ -583,7 +588,7 @@ def test_a_damaged_request_is_written_anew_by_the_next_session(tmp_path, caplog)
     assert out.returncode == 2 and "tracking.json" in out.stdout + out.stderr
     assert "Traceback" not in out.stderr
     again = track(tmp_path / "run", uri)
-    assert again["status"] == "FINISHED" and again["run_id"] == first["run_id"]
+    assert again.status == "FINISHED" and again.run_id == first.run_id
     assert "tracking.json is damaged" in caplog.text
 
 

@@ -13,6 +13,7 @@ import pytest
 import waiting
 
 from rl_pipeline.config.settings import TrackingSettings
+from rl_pipeline.tracking.notes import State
 from rl_pipeline.tracking.tracker import Tracker, create_parent, end_parent
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +37,7 @@ worker = os.fork()
 if worker == 0:
     time.sleep(120)
     os._exit(0)
-while not tracker.state().get("values"):
+while not tracker.state().values:
     time.sleep(0.05)
 print(worker, flush=True)
 time.sleep(120)
@@ -84,11 +85,10 @@ class Lab:
         return self.root / "runs" / name
 
     def state(self, name):
-        path = self.dir(name) / "mlflow.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        return State.read(self.dir(name))
 
     def run_id(self, name):
-        return self.state(name)["run_id"]
+        return self.state(name).run_id
 
     def metrics(self, name, like="%"):
         query = "SELECT key, step, value FROM metrics WHERE run_uuid = ? AND key LIKE ?"
@@ -145,7 +145,7 @@ def first_session(lab):
     for name in ("failed", "killed", "stale"):
         rows(lab.dir(name), range(0, 80, 8))
     until(lambda: all(tracker.ready for tracker in trackers.values()), "all ready")
-    os.kill(lab.state("big")["writer_pid"], signal.SIGINT)
+    os.kill(lab.state("big").writer_pid, signal.SIGINT)
     worker = int(trainer.stdout.readline())
     trainer.kill()
     trainer.wait()
@@ -156,7 +156,7 @@ def first_session(lab):
     for name in ("big", "stale", "child"):
         result(lab.dir(name), "finished")
     lab.first = {name: tracker.finish(WAIT_S) for name, tracker in trackers.items()}
-    until(lambda: lab.state("died").get("finished"), "the orphan's end")
+    until(lambda: lab.state("died").finished, "the orphan's end")
     os.kill(worker, signal.SIGKILL)
     (lab.root / "table.md").write_text("| a |\n")
     assert end_parent(parent, "finished", [lab.root / "table.md"], {"won": "a"})
@@ -167,14 +167,14 @@ def second_session(lab):
     """Two of the runs are resumed; one trainer dies this time, and its writer forgot its place."""
     lab.config_artifact = lab.root.glob("the store/mlartifacts/**/config/config.yaml")
     state = lab.state("stale")
-    (lab.dir("stale") / "mlflow.json").write_text(json.dumps(state | {"offset": 0}))
+    (lab.dir("stale") / "mlflow.json").write_text(json.dumps(state.dump() | {"offset": 0}))
     params = {"lr": 0.2, "new": 1}
     big = tracker_for(lab.dir("big"), lab.uri, params=params, settings={"system_metrics": True})
     stale = tracker_for(lab.dir("stale"), lab.uri)
     for tracker in (big, stale):
-        assert tracker.state() == {} and not tracker.ready
+        assert tracker.state() == State() and not tracker.ready
         tracker.start()
-        assert tracker.state() == {}, "the earlier session's state is not this one's"
+        assert tracker.state() == State(), "the earlier session's state is not this one's"
     rows(lab.dir("big"), range(990, 1100), **{f"m/{i}": 1.5 for i in range(10)})
     rows(lab.dir("stale"), range(80, 160, 8))
     until(lambda: big.ready and stale.ready, "ready again")
@@ -188,10 +188,10 @@ def test_a_thousand_rows_reach_the_store_whole_in_few_calls(lab):
     stored = [r for r in lab.metrics("big", "m/%") if r[1] < 1000]
     expected = {(f"m/{i}", step, 0.5 * i) for i in range(10) for step in range(1000)}
     assert len(stored) == 10_000 and set(stored) == expected
-    assert lab.first["big"]["values"] >= 10_000
-    assert 10 <= lab.first["big"]["calls"] <= 50
-    assert lab.first["big"]["pending"] is False and lab.first["big"]["trouble"] is None
-    assert 0 < lab.first["big"]["cpu_s"] < 10 and lab.first["big"]["startup_s"] > 0
+    assert lab.first["big"].values >= 10_000
+    assert 10 <= lab.first["big"].calls <= 50
+    assert lab.first["big"].pending is False and lab.first["big"].trouble is None
+    assert 0 < lab.first["big"].cpu_s < 10 and lab.first["big"].startup_s > 0
 
 
 def test_infinity_is_counted_and_named_never_stored(lab):
@@ -236,8 +236,8 @@ def test_trackers_that_meet_on_a_fresh_store_share_one_experiment(lab):
 
 
 def test_a_resumed_run_stays_one_run_and_sends_nothing_twice(lab):
-    assert lab.second["big"]["run_id"] == lab.first["big"]["run_id"]
-    assert lab.second["big"]["values"] == 999  # ten each of steps 1000 to 1099, less the one known
+    assert lab.second["big"].run_id == lab.first["big"].run_id
+    assert lab.second["big"].values == 999  # ten each of steps 1000 to 1099, less the one known
     for name in ("big", "stale"):
         pairs = [row[:2] for row in lab.metrics(name)]
         assert len(pairs) == len(set(pairs)) > 0
@@ -252,8 +252,8 @@ def test_a_resumed_run_keeps_its_first_params(lab):
 
 
 def test_a_result_of_the_session_before_says_nothing_about_this_one(lab):
-    assert lab.first["stale"]["status"] == "FINISHED"
-    assert lab.second["stale"]["status"] == lab.status("stale") == "FAILED"
+    assert lab.first["stale"].status == "FINISHED"
+    assert lab.second["stale"].status == lab.status("stale") == "FAILED"
 
 
 def test_a_sweep_is_the_parent_of_its_jobs(lab):
@@ -276,11 +276,11 @@ def test_a_store_out_of_reach_stops_nothing_and_is_served_later(lab, tmp_path, c
     tracker.start()
     rows(tmp_path / "run", range(30))
     until(lambda: tracker.ready, "the end of the start-up")
-    assert "ConnectionError" in tracker.state()["trouble"] or "HTTP" in tracker.state()["trouble"]
+    assert "ConnectionError" in tracker.state().trouble or "HTTP" in tracker.state().trouble
     result(tmp_path / "run", "finished")
-    assert tracker.finish(0.0)["pending"], "it is left to drain in the background"
+    assert tracker.finish(0.0).pending, "it is left to drain in the background"
     state = tracker.finish(WAIT_S)
-    assert state["pending"] and state["values"] == 0
+    assert state.pending and state.values == 0
     assert "rl_pipeline.tracking.writer" in caplog.text
     log = (tmp_path / "run" / "tracking.log").read_text()
     assert log.count("trying again") == 1 and "Traceback" not in log
@@ -311,7 +311,7 @@ def test_a_server_that_comes_up_late_gets_everything(tmp_path):
     tracker = tracker_for(tmp_path / "run", f"http://127.0.0.1:{port}")
     tracker.start()
     rows(tmp_path / "run", range(50))
-    until(lambda: tracker.state().get("trouble"), "trouble")
+    until(lambda: tracker.state().trouble, "trouble")
     store = ["--backend-store-uri", f"sqlite:///{tmp_path / 'mlflow.db'}"]
     store += ["--artifacts-destination", str(tmp_path / "mlartifacts"), "--workers", "1"]
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), *store]
@@ -320,13 +320,13 @@ def test_a_server_that_comes_up_late_gets_everything(tmp_path):
         start_new_session=True,
     )  # fmt: skip
     try:
-        until(lambda: tracker.state().get("values") == 50, "values")
-        assert tracker.state()["trouble"] is None
+        until(lambda: tracker.state().values == 50, "values")
+        assert tracker.state().trouble is None
         result(tmp_path / "run", "finished")
         state = tracker.finish(WAIT_S)
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait()
-    assert state["status"] == "FINISHED" and not state["pending"]
+    assert state.status == "FINISHED" and not state.pending
     assert len(ask(tmp_path / "mlflow.db", "SELECT step FROM metrics WHERE key = 'a'")) == 50
     assert list((tmp_path / "mlartifacts").rglob("result.json"))

@@ -11,6 +11,7 @@ import pytest
 from rl_pipeline.config.settings import TrackingSettings
 from rl_pipeline.tracking import views
 from rl_pipeline.tracking.final import final_metrics, machine_of
+from rl_pipeline.tracking.notes import State
 from rl_pipeline.tracking.tracker import NullTracker, redact, resolve
 from rl_pipeline.tracking.writer import Store, Tail
 
@@ -132,7 +133,7 @@ def test_a_batch_that_can_never_be_stored_is_refused_once_unless_the_run_is_dele
 def test_without_tracking_the_same_calls_do_nothing():
     tracker = NullTracker()
     tracker.start()
-    assert tracker.ready and tracker.state() == {} and tracker.finish(1.0) == {}
+    assert tracker.ready and tracker.state() == tracker.finish(1.0) == State()
 
 
 def test_a_prepared_view_fits_into_a_tag_and_names_metrics_that_exist():

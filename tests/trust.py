@@ -12,6 +12,7 @@ import time
 import psutil
 
 from rl_pipeline.config.settings import TrackingSettings
+from rl_pipeline.tracking.notes import State
 from rl_pipeline.tracking.tracker import Tracker
 
 LONG_S = 240.0
@@ -81,10 +82,7 @@ class Trainer:
         self.process = subprocess.Popen([sys.executable, "-c", code])
 
     def state(self):
-        try:
-            return json.loads((self.dir / "mlflow.json").read_text())
-        except (OSError, ValueError):
-            return {}
+        return State.read(self.dir)
 
     def kill(self, writer=True):
         """SIGKILL for the trainer and its writer, at once."""

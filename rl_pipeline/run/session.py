@@ -329,13 +329,14 @@ class Session:
             name = type(part).__name__
             with self.stop.cutting(lambda name=name: say(f"{name} was not closed")):  # type: ignore
                 told(name, part.close, say)
-        trouble = self.tracker.state().get("trouble")
+        trouble = self.tracker.state().trouble
         if trouble:
             say(f"the tracking store does not answer: {trouble}")
         drain_s = KILLED_DRAIN_S if status == "killed" else DRAIN_S
         # The tracker's own last figures are known only when it is done.
-        with self.stop.cutting(lambda: result.update(tracking=self.tracker.finish(0))):
-            result["tracking"] = self.tracker.finish(TROUBLED_DRAIN_S if trouble else drain_s)
+        with self.stop.cutting(lambda: result.update(tracking=self.tracker.finish(0).dump())):
+            wait_s = TROUBLED_DRAIN_S if trouble else drain_s
+            result["tracking"] = self.tracker.finish(wait_s).dump()
         if written:
             with self.stop.ignored():
                 self._write(result)
@@ -358,7 +359,7 @@ class Session:
             "recorder_s": self.recorder.cpu_s,
             "progress_s": self.progress.cpu_s,
             "hardware_s": self.hardware.cpu_s,
-            "tracker_s": tracked.get("cpu_s") or 0.0,
+            "tracker_s": tracked.cpu_s,
         }
         facts = dict(self.facts)
         if fallbacks := self.compile_log.fallbacks:
@@ -391,7 +392,7 @@ class Session:
             compile=self.compile_log.report(self.counters.updates - self._updates_before),
             accounting={**cost, "share_of_steady_wall": sum(cost.values()) / wall},
             hardware=self.hardware.facts(),
-            tracking=tracked,
+            tracking=tracked.dump(),
             **more,
         )
 

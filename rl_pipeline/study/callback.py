@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rl_pipeline.config import origins, stores
 from rl_pipeline.config.app import refusing
 from rl_pipeline.config.checks import check_no_secrets, check_place
-from rl_pipeline.config.folders import REQUEST_FILE, STUDY_FILE, flatten, has_run, sweeps_elsewhere
+from rl_pipeline.config.folders import STUDY_FILE, flatten, has_run, sweeps_elsewhere
 from rl_pipeline.config.options import near
 from rl_pipeline.config.origins import parse_overrides
 from rl_pipeline.config.settings import Settings
@@ -28,7 +28,8 @@ from rl_pipeline.machine import myself
 from rl_pipeline.redaction import redact
 from rl_pipeline.study.grid import sweep_settings, varied_keys
 from rl_pipeline.terminal import command, in_shell, plain, quoted, say, shell_line, shown_path
-from rl_pipeline.tracking.tracker import LOST, trains
+from rl_pipeline.tracking.notes import Request
+from rl_pipeline.tracking.tracker import LOST
 
 _HANDED_ON = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 
@@ -184,9 +185,9 @@ def _check(config: DictConfig, grid: list[Settings], folder: Path) -> None:
     if sweeps_elsewhere(read_json(folder / STUDY_FILE)):
         raise ConfigError(f"hydra.sweep.dir={config.hydra.sweep.dir}: its sweep still runs")
     for job in folder.glob("*[0-9]"):
-        request = read_json(job / REQUEST_FILE)
-        if trains(request):
-            raise ConfigError(f"job {job} still runs (process {request['pid']}); let it end first")
+        request = Request.read(job)
+        if request and request.trains:
+            raise ConfigError(f"job {job} still runs (process {request.pid}); let it end first")
     _check_baseline(study.baseline, grid)
     if not study.resume and any(has_run(job) for job in folder.glob("*") if job.is_dir()):
         raise ConfigError(

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_pipeline import machine
-from rl_pipeline.config.folders import REQUEST_FILE, STATE_FILE
 from rl_pipeline.files import read_json
-from rl_pipeline.tracking.tracker import run_key_of, trains
+from rl_pipeline.tracking.notes import Request, State, run_key_of
 
 if TYPE_CHECKING:
     from rl_pipeline.tracking.store import Store
@@ -70,11 +69,15 @@ def _lives(tags: Mapping[str, str]) -> bool:
     if any(not _dead(tags.get(key)) for key in ("process", "writer")):
         return True
     folder = Path(tags.get("run_folder", ""))
-    request = read_json(folder / REQUEST_FILE)
-    if run_key_of(request) is None or run_key_of(request) != run_key_of(tags):
-        return False
+    request = _request_of(folder, tags)
     # Resumed a moment ago, the store does not know of it yet.
-    return trains(request) or not _dead(read_json(folder / STATE_FILE).get("writer"))
+    return request is not None and (request.trains or not _dead(State.read(folder).writer))
+
+
+def _request_of(folder: Path, tags: Mapping[str, str]) -> Request | None:
+    """The request of the folder that a run's tags name, if that holds the same run."""
+    request, key = Request.read(folder), run_key_of(tags)
+    return request if request and key and request.run_key == key else None
 
 
 def _dead(process: object) -> bool:
@@ -83,14 +86,13 @@ def _dead(process: object) -> bool:
 
 def end(store: Store, run: Running) -> str:
     """End a run that is dead as its own last words say, else as killed; returns the reason."""
-    request = read_json(run.folder / REQUEST_FILE)
-    ours = run_key_of(request) is not None and run_key_of(request) == run_key_of(run.tags)
-    result = result_of(run.folder, request) if ours else {}
+    request = _request_of(run.folder, run.tags)
+    result = result_of(run.folder, request) if request else {}
     status, reason = "killed", SWEEP_DIED if run.is_study else DIED
     if result.get("status") in _ENDS and result.get("run_id") == run.tags.get("run_id"):
         status, reason = result["status"], str(result.get("reason") or "")
     words = run.folder / ("result.json" if result else "metrics.jsonl")
-    end_s = words.stat().st_mtime if ours and words.is_file() else time.time()
+    end_s = words.stat().st_mtime if request and words.is_file() else time.time()
     store.end(run.run_id, status, end_s, {"reason": reason} if reason else {})
     return reason or str(status)
 
@@ -103,9 +105,9 @@ def end_dead(store: Store) -> list[Running]:
     return dead
 
 
-def result_of(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+def result_of(folder: Path, request: Request) -> dict[str, Any]:
     """result.json of the session that wrote `request`; {} before it is written."""
     path = folder / "result.json"
-    if not path.is_file() or path.stat().st_mtime_ns == request.get("stale_result_ns"):
+    if not path.is_file() or path.stat().st_mtime_ns == request.stale_result_ns:
         return {}
     return read_json(path)

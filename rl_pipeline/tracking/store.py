@@ -16,6 +16,7 @@ from typing import Any
 from rl_pipeline.config.stores import StoreError, check_database, database_of
 from rl_pipeline.redaction import redact
 from rl_pipeline.tracking import databases, views
+from rl_pipeline.tracking.notes import StoredRun
 from rl_pipeline.tracking.tail import store_name
 
 PARAM_CHARS, TAG_CHARS, PARAMS_PER_CALL = 6000, 5000, 100
@@ -100,27 +101,26 @@ class Store:
                         raise
             return str(found.experiment_id)
 
-    def run_id(self, experiment_id: str, request: Mapping[str, Any]) -> str:
-        """Id of the request's run, made if an earlier writer did not make it already."""
-        key = request.get("run_key")
-        if key:
+    def run_id(self, experiment_id: str, run: StoredRun) -> str:
+        """Id of the run, made if an earlier writer did not make it already."""
+        if key := run.run_key:
             found = self.client.search_runs([experiment_id], f"tags.run_key = '{key}'")
-            if found and self.reopen(found[0].info.run_id, request["tags"]):
+            if found and self.reopen(found[0].info.run_id, run.tags):
                 return str(found[0].info.run_id)
-        started_ms = int(request["started"] * 1000)
-        run = self.client.create_run(experiment_id, started_ms, _tags(request), request["run_name"])
-        return str(run.info.run_id)
+        started_ms = int(run.started * 1000)
+        made = self.client.create_run(experiment_id, started_ms, _tags(run), run.run_name)
+        return str(made.info.run_id)
 
-    def describe(self, run_id: str, request: Mapping[str, Any]) -> None:
+    def describe(self, run_id: str, run: StoredRun) -> None:
         """Log params and tags; a param that the run already has keeps its first value."""
         from mlflow.entities import Param, RunTag
 
-        params = {store_name(key): _text(value) for key, value in request["params"].items()}
+        params = {store_name(key): _text(value) for key, value in run.params.items()}
         cut = [key for key, value in params.items() if len(value) > PARAM_CHARS]
         params |= {key: params[key][: PARAM_CHARS - 3] + "..." for key in cut}
         known = self.client.get_run(run_id).data.params
         changed = [key for key in params if key in known and known[key] != params[key]]
-        tags = _tags(request)
+        tags = _tags(run)
         tags |= {"params_cut": ", ".join(cut)[:TAG_CHARS]} if cut else {}
         tags |= {"params_changed": ", ".join(changed)[:TAG_CHARS]} if changed else {}
         new = [Param(key, value) for key, value in params.items() if key not in known]
@@ -206,10 +206,10 @@ def trouble_kinds() -> tuple[type[BaseException], ...]:
     return MlflowException, RequestException, SQLAlchemyError, CommandError, OSError, StoreError
 
 
-def _tags(request: Mapping[str, Any]) -> dict[str, str]:
-    tags = {"mlflow.user": _user(), **request["tags"]}
-    own = {"run_key": "run_key", "mlflow.parentRunId": "parent_run_id"}
-    tags |= {tag: request[key] for tag, key in own.items() if request.get(key)}
+def _tags(run: StoredRun) -> dict[str, str]:
+    tags = {"mlflow.user": _user(), **run.tags}
+    own = {"run_key": run.run_key, "mlflow.parentRunId": run.parent_run_id}
+    tags |= {tag: value for tag, value in own.items() if value}
     return {store_name(key): str(value)[:TAG_CHARS] for key, value in tags.items()}
 
 

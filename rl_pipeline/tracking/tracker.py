@@ -11,14 +11,12 @@ import contextlib
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rl_pipeline import machine
 from rl_pipeline.config.folders import REQUEST_FILE, STATE_FILE
@@ -27,6 +25,7 @@ from rl_pipeline.config.stores import database_of, hint_of, resolve
 from rl_pipeline.files import read_json, working_directory, write_json
 from rl_pipeline.redaction import redact
 from rl_pipeline.terminal import shell_line
+from rl_pipeline.tracking.notes import End, Param, Request, State, StoredRun, run_key_of
 
 LOST = "lost_jobs"
 """Tag of a study: how many jobs ended before they had a run; `<LOST>.<n>` describes each."""
@@ -36,7 +35,7 @@ PATIENCE_S = 8.0
 """How long a store that is in trouble or does not answer keeps a finished run."""
 _log = logging.getLogger(__name__)
 
-Params = Mapping[str, "str | int | float | bool | None"]
+Params = Mapping[str, Param]
 
 
 class NullTracker:
@@ -47,13 +46,13 @@ class NullTracker:
     def start(self) -> None:
         """Nothing to start."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Nothing was shipped."""
-        return {}
+        return State()
 
-    def finish(self, timeout_s: float) -> dict[str, Any]:
+    def finish(self, timeout_s: float) -> State:
         """Nothing to end."""
-        return {}
+        return State()
 
 
 class Tracker:
@@ -73,15 +72,15 @@ class Tracker:
         self._run_dir = Path(run_dir).absolute()
         self._process: subprocess.Popen[bytes] | None = None
         self._start_trouble: str | None = None
-        self._request = _request(settings, run_name, tags, params, working_directory())
-        self._request |= {
-            "store": hint_of(database_of(self._request["uri"]), self._run_dir, working_directory()),
-            "parent_run_id": parent_run_id,
-            "flush_s": settings.flush_s,
-            "drain_s": drain_s,
-            "system_metrics": settings.system_metrics,
-            "max_artifact_bytes": settings.max_artifact_bytes,
-        }
+        run = _stored_run(settings, run_name, tags, params, working_directory())
+        self._request = Request(
+            **dict(run),
+            store=hint_of(database_of(run.uri), self._run_dir, working_directory()),
+            flush_s=settings.flush_s,
+            drain_s=drain_s,
+            system_metrics=settings.system_metrics,
+            max_artifact_bytes=settings.max_artifact_bytes,
+        ).model_copy(update={"parent_run_id": parent_run_id})
 
     def start(self) -> None:
         """Write the request and launch the child; takes milliseconds, `ready` follows later."""
@@ -91,22 +90,22 @@ class Tracker:
         if path.exists() and run_key_of(earlier) is None:
             _log.warning("%s is damaged and written anew", path)
         host, pid, started = machine.myself()
-        self._request |= {
-            "host": host,
-            "pid": pid,
-            "pid_started": started,
-            "started": time.time(),
-            # The run is found by this key again if the child dies before it could note the run id.
-            "run_key": run_key_of(earlier) or uuid.uuid4().hex,
-            # A result left by the session that is being resumed says nothing about this one.
-            "stale_result_ns": stale,
-        }
-        self._request["tags"].setdefault("run_folder", str(self._run_dir))
-        self._request["tags"]["process"] = json.dumps([host, pid, started])
+        tags = {"run_folder": str(self._run_dir), **self._request.tags}
+        self._request = self._request.model_copy(
+            update={
+                "host": host,
+                "pid": pid,
+                "pid_started": started,
+                "started": time.time(),
+                "run_key": run_key_of(earlier) or uuid.uuid4().hex,
+                "stale_result_ns": stale,
+                "tags": tags | {"process": json.dumps([host, pid, started])},
+            }
+        )
         for name in (REQUEST_FILE, STATE_FILE):
             _clear(self._run_dir / name)
         # Only for its owner: the URI may carry a password.
-        write_json(self._run_dir / REQUEST_FILE, self._request, mode=0o600)
+        write_json(self._run_dir / REQUEST_FILE, self._request.model_dump(), mode=0o600)
         try:
             with open(self._run_dir / LOG_FILE, "ab") as log:
                 self._process = subprocess.Popen(
@@ -128,17 +127,17 @@ class Tracker:
         """Whether the child's costly start-up is over (the store is open, or out of reach)."""
         if self._process is None:
             return self._start_trouble is not None
-        return self._process.poll() is not None or bool(self.state().get("ready"))
+        return self._process.poll() is not None or self.state().ready
 
-    def state(self) -> dict[str, Any]:
-        """What the child last published; {} until then."""
+    def state(self) -> State:
+        """What the child last published; an empty State until then."""
         if self._process is None:
-            return {"trouble": self._start_trouble} if self._start_trouble else {}
-        state = read_json(self._run_dir / STATE_FILE)
+            return State(trouble=self._start_trouble) if self._start_trouble else State()
+        state = State.read(self._run_dir)
         # A resumed run folder still holds the state of the session before.
-        return state if state.get("writer_pid") == self._process.pid else {}
+        return state if state.writer_pid == self._process.pid else State()
 
-    def finish(self, timeout_s: float) -> dict[str, Any]:
+    def finish(self, timeout_s: float) -> State:
         """Let the child drain and end; call once result.json is written.
 
         `pending` is True in the returned state if it still drains in the background after
@@ -147,23 +146,23 @@ class Tracker:
         if self._process is None:
             return self.state()
         assert self._process.stdin is not None
-        # The word besides the closing: a forked environment worker may hold a copy of the pipe.
+        # Send "end" as well as closing the pipe: a forked environment worker may hold a copy.
         with contextlib.suppress(OSError, ValueError):  # the child is gone; a second call
             self._process.stdin.write(b"end\n")
             self._process.stdin.close()
         self._wait(timeout_s)
         state = self.state()
-        state["pending"] = not state.get("finished", False)
-        if state["pending"]:
-            drains = self._process.poll() is None
-            otherwise = "it still drains" if drains else f"see {self._run_dir / LOG_FILE}"
-            trouble = state["trouble"] = state.get("trouble") or otherwise
-            _log.warning(
-                "MLflow does not have all of this run yet (%s); everything is in %s. "
-                "Ship the rest with: %s",
-                *(trouble, self._run_dir, shell_line("tracking.writer", str(self._run_dir))),
-            )
-        return state
+        if state.finished:
+            return state.model_copy(update={"pending": False})
+        drains = self._process.poll() is None
+        otherwise = "it still drains" if drains else f"see {self._run_dir / LOG_FILE}"
+        trouble = state.trouble or otherwise
+        _log.warning(
+            "MLflow does not have all of this run yet (%s); everything is in %s. "
+            "Ship the rest with: %s",
+            *(trouble, self._run_dir, shell_line("tracking.writer", str(self._run_dir))),
+        )
+        return state.model_copy(update={"pending": True, "trouble": trouble})
 
     def _wait(self, timeout_s: float) -> None:
         """Until the child has ended, `timeout_s` passed, or the store was given its chance."""
@@ -174,8 +173,8 @@ class Tracker:
                 self._process.wait(min(0.5, timeout_s - passed))
                 return
             state = self.state()
-            silent = time.time() - (_number(state.get("asked_at")) or time.time()) > PATIENCE_S
-            if (state.get("trouble") or silent) and passed > PATIENCE_S:
+            silent = time.time() - (state.asked_at or time.time()) > PATIENCE_S
+            if (state.trouble or silent) and passed > PATIENCE_S:
                 return
 
 
@@ -187,9 +186,8 @@ def create_parent(
 
     `known` is the run id of an earlier session of the same sweep, which goes on in that run.
     """
-    request = _request(settings, name, tags, params, cwd) | {"started": time.time()}
-    request["known"] = known
-    return _ask_writer("--create-parent", request)
+    run = _stored_run(settings, name, tags, params, cwd)
+    return _ask_writer("--create-parent", run.model_copy(update={"known": known}))
 
 
 def end_parent(
@@ -203,38 +201,39 @@ def end_parent(
 
     `status` is finished, failed or killed, as in result.json; None leaves it as it is.
     """
-    request = {
-        "uri": ref["uri"],
-        "run_id": ref["run_id"],
-        "status": status,
-        "artifacts": [str(Path(path).absolute()) for path in artifacts or []],
-        "artifact_path": artifact_path,
-        "tags": dict(tags or {}),
-    }
+    request = End(
+        uri=ref["uri"],
+        run_id=ref["run_id"],
+        status=status,
+        artifacts=[str(Path(path).absolute()) for path in artifacts or []],
+        artifact_path=artifact_path,
+        tags=dict(tags or {}),
+    )
     return _ask_writer("--end-run", request) is not None
 
 
-def _request(
+def _stored_run(
     settings: TrackingSettings, name: str, tags: Mapping[str, str], params: Params, cwd: Path
-) -> dict[str, Any]:
+) -> StoredRun:
     uri, experiment, artifact_root = resolve(settings, cwd, os.environ)
-    return {
-        "uri": uri,
-        "experiment": experiment,
-        "artifact_root": str(artifact_root) if artifact_root else None,
-        "run_name": name,
-        "params": {k: redact(v, uri) if isinstance(v, str) else v for k, v in params.items()},
-        "tags": {key: redact(value, uri) for key, value in tags.items()},
-        "cwd": str(cwd),
-    }
+    return StoredRun(
+        uri=uri,
+        experiment=experiment,
+        artifact_root=str(artifact_root) if artifact_root else None,
+        run_name=name,
+        params={k: redact(v, uri) if isinstance(v, str) else v for k, v in params.items()},
+        tags={key: redact(value, uri) for key, value in tags.items()},
+        cwd=str(cwd),
+        started=time.time(),
+    )
 
 
-def _ask_writer(option: str, request: dict[str, Any]) -> dict[str, str] | None:
-    command, uri = [sys.executable, "-m", _WRITER, option], request["uri"]
+def _ask_writer(option: str, request: StoredRun | End) -> dict[str, str] | None:
+    command, uri = [sys.executable, "-m", _WRITER, option], request.uri
     try:
         answer = subprocess.run(
             command,
-            input=json.dumps(request).encode(),
+            input=request.model_dump_json().encode(),
             capture_output=True,
             timeout=180,
             cwd=os.path.abspath(os.sep),
@@ -273,28 +272,9 @@ def _child_environment() -> dict[str, str]:
     return environment
 
 
-def trains(request: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote this REQUEST_FILE still runs, on this machine."""
-    process = machine.process_of([request.get(key) for key in ("host", "pid", "pid_started")])
-    return process is not None and machine.alive(*process)
-
-
-def run_key_of(request: Mapping[str, Any]) -> str | None:
-    """The key by which a store knows a run, from its REQUEST_FILE."""
-    key = request.get("run_key")
-    return key if isinstance(key, str) and re.fullmatch("[0-9a-f]{32}", key) else None
-
-
-# -- files of a run's folder ----------------------------------------------------------------------
-
-
 def _clear(path: Path) -> None:
     """Put a folder aside that stands in a file's place."""
     if path.is_dir() and not path.is_symlink():
         aside = (path.with_name(f"{path.name}.damaged{i or ''}") for i in range(10**6))
         path.rename(free := next(p for p in aside if not p.exists()))
         _log.warning("%s is a folder; it was put aside as %s", path, free.name)
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0

@@ -26,12 +26,12 @@ from filelock import FileLock, Timeout
 
 from rl_pipeline import machine
 from rl_pipeline.config.folders import REQUEST_FILE, STATE_FILE
-from rl_pipeline.config.stores import StoreError, database_of, kept_uri
-from rl_pipeline.files import read_json, write_json
+from rl_pipeline.config.stores import StoreError, database_of
+from rl_pipeline.files import write_json
 from rl_pipeline.redaction import redact
 from rl_pipeline.tracking import orphans, views
-from rl_pipeline.tracking.databases import ARTIFACTS
 from rl_pipeline.tracking.final import final_metrics, machine_of
+from rl_pipeline.tracking.notes import End, State, StoredRun, request_of
 from rl_pipeline.tracking.store import (
     TAG_CHARS,
     Store,
@@ -42,7 +42,6 @@ from rl_pipeline.tracking.store import (
     trouble_kinds,
 )
 from rl_pipeline.tracking.tail import CALL_VALUES, Batch, Tail
-from rl_pipeline.tracking.tracker import trains
 
 LOCK_FILE = ".writer.lock"
 
@@ -51,20 +50,30 @@ class Shipper:
     """Ships one run folder; `run()` returns an exit code."""
 
     def __init__(self, run_dir: Path, follow: bool) -> None:
-        self._dir, self._follow, self._request = run_dir, follow, request_of(run_dir)
-        uri = self._request["uri"]
-        self._state, same = _earlier_state(run_dir, redact(uri, uri))
+        self._dir, self._follow, request = run_dir, follow, request_of(run_dir)
+        writer = machine.myself()
+        tags = request.tags | {"writer": json.dumps(writer)}
+        self._request = request.model_copy(update={"tags": tags})
+        uri = redact(request.uri, request.uri)
+        earlier = State.read(run_dir)
+        same = earlier.uri == uri
         # One that had this run and is gone was moved: an empty one would have nothing of it.
-        self._must_exist = same and "run_id" in self._state
-        self._state |= {"uri": redact(uri, uri), "writer_pid": os.getpid()}
-        self._state |= {"ready": False, "finished": False, "trouble": None, "calls": 0, "values": 0}
-        self._state |= {"startup_s": None, "startup_cpu_s": None, "cpu_s": 0.0, "refused": 0}
-        self._state["writer"] = machine.myself()
-        self._request["tags"]["writer"] = json.dumps(self._state["writer"])
+        self._must_exist = same and earlier.run_id is not None
+        self._state = State(
+            uri=uri, run_id=earlier.run_id, writer_pid=os.getpid(), writer=tuple(writer)
+        )
+        if same and earlier.run_id:
+            # Of another store it is not known what that has of the rows.
+            self._note(
+                offset=earlier.offset,
+                nonfinite=earlier.nonfinite,
+                nonfinite_keys=earlier.nonfinite_keys,
+            )
         # The trainer's launch counts, where there is one: the interpreter's own start is in it.
-        self._began = self._request["started"] if follow else time.time()
+        self._began = request.started if follow else time.time()
         self._ended, self._deadline = False, float("inf")
         self._store: Store | None = None
+        self._run_id = ""
         self._calls_before = 0
         self._tidied = False
         self._tail: Tail | None = None
@@ -75,7 +84,10 @@ class Shipper:
     @property
     def uri(self) -> str:
         """The store."""
-        return str(self._request["uri"])
+        return self._request.uri
+
+    def _note(self, **changes: Any) -> None:
+        self._state = self._state.model_copy(update=changes)
 
     def run(self) -> int:
         """Ship until the trainer has ended and everything is in the store, or `drain_s` passed."""
@@ -92,7 +104,7 @@ class Shipper:
                 if self._ended:
                     self._finish()
                     return 0
-                pause_s, backoff_s, hopeless = self._request["flush_s"], 1.0, False
+                pause_s, backoff_s, hopeless = self._request.flush_s, 1.0, False
             except trouble as error:
                 self._note_trouble(error)
                 pause_s = min(backoff_s, 5.0 if self._ended else 60.0)
@@ -107,34 +119,33 @@ class Shipper:
 
     def _open(self) -> None:
         request = self._request
-        load_client(request["uri"])
+        load_client(request.uri)
         # To make a database, or to wait for who makes it, is the machine's work and no silence.
-        self._ask(60.0 if database_of(request["uri"]) else 0.0)
-        store = Store(request["uri"], self._must_exist)
+        self._ask(60.0 if database_of(request.uri) else 0.0)
+        store = Store(request.uri, self._must_exist)
         self._must_exist = False
-        experiment_id = store.experiment_id(request["experiment"], request["artifact_root"])
-        known: str | None = self._state.get("run_id")
-        resumed = known is not None and store.reopen(known, request["tags"])
+        experiment_id = store.experiment_id(request.experiment, request.artifact_root)
+        known = self._state.run_id
+        resumed = known is not None and store.reopen(known, request.tags)
         run_id = known if known and resumed else store.run_id(experiment_id, request)
         if not resumed:
-            self._state |= {"offset": 0, "nonfinite": 0, "nonfinite_keys": {}}
+            self._note(offset=0, nonfinite=0, nonfinite_keys={})
             self._tail = self._pending = None
-        for key, nothing in {"offset": 0, "nonfinite": 0, "nonfinite_keys": {}}.items():
-            self._state.setdefault(key, nothing)
-        self._state |= {"run_id": run_id, "experiment_id": experiment_id, "status": "RUNNING"}
+        self._note(run_id=run_id, experiment_id=experiment_id, status="RUNNING")
+        self._run_id = run_id
         self._store = store
         self._ask()
         store.describe(run_id, request)
         self._tail = self._tail or Tail(
-            self._dir / "metrics.jsonl", self._state["offset"], self._state["nonfinite"]
+            self._dir / "metrics.jsonl", self._state.offset, self._state.nonfinite
         )
         self._note_ready()
         self._ship_config()
-        if request["system_metrics"] and not self._ended:
+        if request.system_metrics and not self._ended:
             from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
             self._monitor = SystemMetricsMonitor(
-                run_id, resume_logging=resumed, tracking_uri=request["uri"]
+                run_id, resume_logging=resumed, tracking_uri=request.uri
             )
             # Not started: its thread reads the whole run back and sends a batch of its own for
             # every sample, half of what tracking costs. Ours travel with the rows.
@@ -164,10 +175,10 @@ class Shipper:
             if batch is not None:
                 self._ask()
                 self._send(batch)
-                self._state |= {"offset": batch.offset, "nonfinite": batch.count}
-            if self._state["trouble"]:
+                self._note(offset=batch.offset, nonfinite=batch.count)
+            if self._state.trouble:
                 say("the store answers again")
-            self._state |= {"trouble": None, "skipped_rows": self._tail.skipped}
+            self._note(trouble=None, skipped_rows=self._tail.skipped)
             self._rest()
             self._pending, more = None, batch is not None
 
@@ -181,26 +192,26 @@ class Shipper:
                 if not run.lives:
                     say(f"{run.name} ({run.run_id}) died: {orphans.end(self._store, run)}")
         except trouble_kinds() as error:
-            say(f"runs that died were not looked for: {one_line(error, self._request['uri'])}")
+            say(f"runs that died were not looked for: {one_line(error, self.uri)}")
         self._rest()
 
     def _ask(self, extra_s: float = 0.0) -> None:
         """Note that the store is asked now: who waits can tell a slow one from a silent one."""
-        self._state["asked_at"] = time.time() + extra_s
+        self._note(asked_at=time.time() + extra_s)
         self._publish()
 
     def _rest(self) -> None:
-        self._state["asked_at"] = None
+        self._note(asked_at=None)
         self._publish()
 
     def _no_rows(self) -> Batch | None:
         """What carries samples where training writes nothing for a while."""
-        return Batch(self._state["offset"], self._state["nonfinite"]) if self._sampled else None
+        return Batch(self._state.offset, self._state.nonfinite) if self._sampled else None
 
     def _send(self, batch: Batch) -> None:
         from mlflow.entities import Metric, RunTag
 
-        known = self._state["nonfinite_keys"]
+        known = self._state.nonfinite_keys
         first = {**batch.nonfinite, **known}
         tags = (
             [RunTag("nonfinite", "; ".join(first.values())[:TAG_CHARS])] if first != known else []
@@ -208,12 +219,14 @@ class Shipper:
         sampled = self._sampled[: max(0, CALL_VALUES - len(batch.values))]
         metrics = [Metric(*value) for value in batch.values + sampled]
         assert self._store is not None
-        refusal = self._store.log(self._state["run_id"], metrics=metrics, tags=tags)
+        refusal = self._store.log(self._run_id, metrics=metrics, tags=tags)
         del self._sampled[: len(sampled)]
-        self._state["nonfinite_keys"] = first
-        self._state["refused" if refusal else "values"] += len(batch.values)
+        count = len(batch.values)
         if refusal:
+            self._note(nonfinite_keys=first, refused=self._state.refused + count)
             say(f"the store refused {len(metrics)} values: {refusal}")
+        else:
+            self._note(nonfinite_keys=first, values=self._state.values + count)
 
     def _ship_config(self) -> None:
         for path in sorted(self._dir.glob(".hydra/*.yaml")):
@@ -223,11 +236,11 @@ class Shipper:
         assert self._store is not None
         # A large file is not silence: a megabyte a second.
         self._ask(path.stat().st_size / 1e6)
-        self._store.client.log_artifact(self._state["run_id"], str(path), folder)
+        self._store.client.log_artifact(self._run_id, str(path), folder)
 
     def _finish(self) -> None:
         assert self._store is not None
-        run_id, result = self._state["run_id"], self._result()
+        result = self._result()
         self._ship_config()
         for name in ("result.json", "metrics.jsonl"):
             if (self._dir / name).is_file():
@@ -248,16 +261,16 @@ class Shipper:
             tags["effective.compile"] = compiled
         if "resume" in result:
             tags["resumed"] = "true"
-        tags = {key: redact(str(value), self._request["uri"]) for key, value in tags.items()}
+        tags = {key: redact(str(value), self.uri) for key, value in tags.items()}
         self._ask()
-        self._store.log_final(run_id, final_metrics(result), int(end_s * 1000))
-        status = self._store.end(run_id, result.get("status"), end_s, tags)
-        self._state |= {"status": status, "finished": True}
+        self._store.log_final(self._run_id, final_metrics(result), int(end_s * 1000))
+        status = self._store.end(self._run_id, result.get("status"), end_s, tags)
+        self._note(status=status, finished=True)
         self._publish()
 
     def _ship_model(self) -> dict[str, str]:
         """The best checkpoint as an artifact; a tag that says so where it is too large for one."""
-        best, limit = self._dir / "checkpoints" / "best.pt", self._request["max_artifact_bytes"]
+        best, limit = self._dir / "checkpoints" / "best.pt", self._request.max_artifact_bytes
         if not best.is_file() or not limit:
             return {}
         size = best.stat().st_size
@@ -284,24 +297,23 @@ class Shipper:
                 over = bool(select.select([sys.stdin], [], [], seconds)[0])
             else:
                 over = bool(self._result())
-            if over or not trains(self._request):
-                self._ended, self._deadline = True, time.monotonic() + self._request["drain_s"]
+            if over or not self._request.trains:
+                self._ended, self._deadline = True, time.monotonic() + self._request.drain_s
         return self._ended
 
     def _note_ready(self) -> None:
-        if not self._state["ready"]:
+        if not self._state.ready:
             # MLflow's modules stay; every full collection would walk them again, mid-training.
             gc.freeze()
-            self._state["startup_s"] = round(time.time() - self._began, 3)
-            self._state["startup_cpu_s"] = time.process_time()
-            self._state["ready"] = True
+            startup_s = round(time.time() - self._began, 3)
+            self._note(startup_s=startup_s, startup_cpu_s=time.process_time(), ready=True)
         self._publish()
 
     def _note_trouble(self, error: BaseException) -> None:
-        text = one_line(error, self._request["uri"])
-        if not self._state["trouble"]:
+        text = one_line(error, self.uri)
+        if not self._state.trouble:
             say(f"{text}; trying again until it works, rows stay in {self._dir}")
-        self._state |= {"trouble": text, "asked_at": None}
+        self._note(trouble=text, asked_at=None)
         self._stop_monitor()
         if self._store is not None:
             self._calls_before += self._store.calls
@@ -316,48 +328,9 @@ class Shipper:
 
     def _publish(self) -> None:
         calls = self._calls_before + (self._store.calls if self._store else 0)
-        cpu_s = time.process_time() - (self._state["startup_cpu_s"] or time.process_time())
-        self._state |= {"calls": calls, "cpu_s": round(cpu_s, 4)}
-        write_json(self._dir / STATE_FILE, self._state, sync=False)
-
-
-def request_of(run_dir: Path) -> dict[str, Any]:
-    """The request of a run folder, whole; raises StoreError naming the file that is damaged."""
-    path = run_dir / REQUEST_FILE
-    request: dict[str, Any] = _DEFAULTS | read_json(path)
-    odd = [key for key, kinds in _KINDS.items() if not isinstance(request.get(key), kinds)]
-    if odd:
-        raise StoreError(
-            f"{path} is damaged (its {odd[0]}), so nobody can tell where this run belongs: resume "
-            "the run, which writes the file anew"
-        )
-    uri = kept_uri(run_dir) or request["uri"]
-    if uri != request["uri"] and (database := database_of(uri)):
-        request |= {"uri": uri, "artifact_root": str(database.parent / ARTIFACTS)}
-    return request
-
-
-_KINDS: dict[str, Any] = {
-    "uri": str, "experiment": str, "run_name": str, "params": dict, "tags": dict,
-    "started": int | float, "flush_s": int | float, "drain_s": int | float,
-    "max_artifact_bytes": int, "artifact_root": str | None,
-}  # fmt: skip
-_DEFAULTS = {"artifact_root": None, "system_metrics": False, "stale_result_ns": None}
-
-
-def _earlier_state(run_dir: Path, uri: str) -> tuple[dict[str, Any], bool]:
-    """What an earlier writer noted, and whether that was of this store."""
-    state = read_json(run_dir / STATE_FILE)
-    if not isinstance(state.get("run_id"), str):
-        return {}, False
-    known: dict[str, Any] = {"run_id": state["run_id"]}
-    kinds = {"offset": int, "nonfinite": int, "nonfinite_keys": dict}
-    if state.get("uri") != uri:
-        # Moved or copied, if it has that run at all: what it has of its rows is not known.
-        return known, False
-    if all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
-        known |= {key: state[key] for key in kinds}
-    return known, True
+        cpu_s = time.process_time() - (self._state.startup_cpu_s or time.process_time())
+        self._note(calls=calls, cpu_s=round(cpu_s, 4))
+        write_json(self._dir / STATE_FILE, self._state.model_dump(), sync=False)
 
 
 @contextmanager
@@ -371,33 +344,30 @@ def told_without_secrets(uri: str) -> Iterator[None]:
         os._exit(1)
 
 
-def create_parent(request: Mapping[str, Any]) -> dict[str, str]:
+def create_parent(request: StoredRun) -> dict[str, str]:
     """Create a sweep's run, or go on in the one it has: {run_id, experiment_id}."""
-    store = Store(request["uri"])
-    experiment_id = store.experiment_id(request["experiment"], request["artifact_root"])
+    store = Store(request.uri)
+    experiment_id = store.experiment_id(request.experiment, request.artifact_root)
     orphans.end_dead(store)
-    known = request["known"]
-    run_id = (
-        known
-        if known and store.reopen(known, request["tags"])
-        else store.run_id(experiment_id, request)
-    )
+    known = request.known
+    goes_on = known is not None and store.reopen(known, request.tags)
+    run_id = known if known and goes_on else store.run_id(experiment_id, request)
     store.describe(run_id, request)
-    groups = request["params"].get("grouped_by", "")
+    groups = str(request.params.get("grouped_by") or "")
     view = views.view_state(views.jobs_of(run_id), groups.split(",") if groups else ())
     store.client.set_experiment_tag(experiment_id, views.TAG + run_id, view)
     return {"run_id": run_id, "experiment_id": str(experiment_id)}
 
 
-def end_run(request: Mapping[str, Any]) -> dict[str, str]:
+def end_run(request: End) -> dict[str, str]:
     """Log the last tags and artifacts of a sweep's run; end it, if `status` says how."""
-    store, run_id = Store(request["uri"], must_exist=True), request["run_id"]
-    for path in request["artifacts"]:
-        store.client.log_artifact(run_id, path, request["artifact_path"])
-    for key, value in request["tags"].items():
+    store, run_id = Store(request.uri, must_exist=True), request.run_id
+    for path in request.artifacts:
+        store.client.log_artifact(run_id, path, request.artifact_path)
+    for key, value in request.tags.items():
         store.client.set_tag(run_id, key, str(value)[:TAG_CHARS])
-    if request["status"]:
-        store.end(run_id, request["status"], time.time(), {})
+    if request.status:
+        store.end(run_id, request.status, time.time(), {})
     return {"run_id": run_id}
 
 
@@ -413,13 +383,14 @@ def main() -> int:
     os.nice(10)
     quiet()
     if options.create_parent or options.end_run:
-        answer = create_parent if options.create_parent else end_run
-        request = json.load(sys.stdin)
-        with told_without_secrets(request["uri"]):
+        asked = sys.stdin.read()
+        request = (End if options.end_run else StoredRun).model_validate_json(asked)
+        with told_without_secrets(request.uri):
             try:
-                print(json.dumps(answer(request)))
+                answer = end_run(request) if isinstance(request, End) else create_parent(request)
+                print(json.dumps(answer))
             except trouble_kinds() as error:
-                print(one_line(error, request["uri"]), file=sys.stderr)
+                print(one_line(error, request.uri), file=sys.stderr)
                 return 1
         return 0
     if options.run_dir is None or not (options.run_dir / REQUEST_FILE).exists():
