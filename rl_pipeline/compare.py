@@ -71,19 +71,19 @@ def run(settings: CompareSettings) -> None:
         own: dict[str, str] = cli.levels(study.baseline)
         baseline = {k: v for k, v in own.items() if settings.by is None or k in settings.by} or None
     threshold = study.threshold if threshold is None else threshold
-    found = measure.compare(
+    comparison = measure.compare(
         study, settings.by, baseline, threshold, settings.margin, settings.steps
     )
-    tables.print_comparison(found)
+    tables.print_comparison(comparison)
     try:
-        files = tables.write_comparison(found, settings.out)
+        files = tables.write_comparison(comparison, settings.out)
     except OSError as error:
         raise ConfigError(f"out={settings.out}: {error.strerror or error}") from None
     print(f"page    {settings.out / 'index.html'}")
     parent = {"uri": uri, "run_id": study.parent_id or ""}
     ours = settings.folder is None and study.parent_id
     place = _place(settings)
-    tags = {"answer": findings.in_one_line(found)} if place == "comparison" else {}
+    tags = {"answer": findings.in_one_line(comparison)} if place == "comparison" else {}
     if ours and tracker.end_parent(parent, None, files, tags, artifact_path=place):
         print(f"mlflow  artifacts of run {study.parent_id}, {place}/index.html")
 

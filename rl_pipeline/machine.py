@@ -9,6 +9,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from rl_pipeline.errors import ConfigError
+
 
 def cpu_budget(
     cgroup: Path = Path("/sys/fs/cgroup"),
@@ -38,7 +40,7 @@ def cpu_budget(
 def positive_int(name: str, text: str) -> int:
     """The number in an environment variable; raises ValueError naming it."""
     if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"the environment variable {name}={text} must be a positive integer")
+        raise ConfigError(f"the environment variable {name}={text} must be a positive integer")
     return int(text)
 
 

@@ -21,6 +21,8 @@ from experiments.envs.paired import Cell, summarize, take_turns  # noqa: E402
 from experiments.learning import study as learning  # noqa: E402
 from experiments.vectorization import study  # noqa: E402
 from experiments.vectorization.naive import NaiveEnvs  # noqa: E402
+from rl_pipeline.config import cli  # noqa: E402
+from rl_pipeline.errors import ConfigError  # noqa: E402
 
 
 class Machine:
@@ -119,9 +121,9 @@ def test_cells_that_cannot_be_are_left_out():
 
 
 def test_a_wrong_option_is_named():
-    with pytest.raises(SystemExit, match="task=pong"):
-        bench.parse(["task=pong"], bench.Options())
-    assert bench.parse(["num_envs=4,8", "seconds=0.5"], bench.SHORT).num_envs == (4, 8)
+    with pytest.raises(ConfigError, match="did you mean tasks"):
+        cli.parse(bench.Options, ["task=pong"])
+    assert cli.parse(bench.Options, [*bench.SHORT, "num_envs=4,8"]).num_envs == (4, 8)
 
 
 def test_a_failed_cell_says_why_and_leaves_the_others(monkeypatch, tmp_path):
@@ -153,9 +155,9 @@ def test_lanes_leave_nothing_under_way():
 
 def test_every_cell_is_measured(tmp_path):
     """On every backend: rows of true measurements, table, CSV and picture."""
-    options = bench.parse(
+    options = cli.parse(
+        bench.Options,
         ["tasks=cartpole", "num_envs=2", "repeats=1", "seconds=0.01", f"out={tmp_path}"],
-        bench.Options(),
     )
     rows = bench.measure(options, bench.cells_of(options, budget=1))
     bench.write(options, rows, bench.machine_facts())

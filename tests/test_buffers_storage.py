@@ -11,9 +11,18 @@ import time
 import numpy as np
 import pytest
 import torch
-from replaying import Model, make_spec
-from test_buffers import KINDS, check_batch, make, tree_of
-from test_buffers_replay import add_row, outcome, play, scalar_spec
+from replaying import (
+    KINDS,
+    Model,
+    add_row,
+    check_batch,
+    make,
+    make_spec,
+    outcome,
+    play,
+    scalar_spec,
+    tree_of,
+)
 
 from rl_pipeline import machine
 from rl_pipeline.buffers import layout
@@ -39,7 +48,7 @@ def same(a, b) -> bool:
 
 def test_a_million_atari_transitions_fit_into_7_3_gb():
     for prioritized in (False, True):
-        plan = layout.plan(ATARI, 1_000_000, frame_stack=4, prioritized=prioritized)
+        plan = layout.make_layout(ATARI, 1_000_000, frame_stack=4, prioritized=prioritized)
         assert plan.capacity == 1_000_000
         assert 7.056e9 < plan.nbytes <= 7.3e9
     with pytest.raises(ValueError) as error:
@@ -47,7 +56,7 @@ def test_a_million_atari_transitions_fit_into_7_3_gb():
     text = str(error.value)
     assert "7.09 GB of memory, 3.65 GB" in text and "buffer=memmap" in text
     fits = int(text.split("capacity that fits is ")[1].split(",")[0])
-    least = layout.plan(ATARI, fits, frame_stack=4, prioritized=True).nbytes
+    least = layout.make_layout(ATARI, fits, frame_stack=4, prioritized=True).nbytes
     assert 0.98 * 3.65e9 < least <= 3.65e9
 
 

@@ -7,16 +7,16 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from agents import BOX, CPU, learner, random_rollout, runtime
 from conftest import settings
 from standin import StandIn, as_traced
-from test_ppo import BOX, CPU, learner, random_rollout
 
 from rl_pipeline.engine import compilers, graphs
-from rl_pipeline.engine.compilers import Captured, CompilePlan, captured, choose_plan, dynamo
+from rl_pipeline.engine.compilers import Captured, choose_plan, dynamo
 from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.engine.graphs import CompileError, CompileLog, GraphFunction, break_even, trace
 from rl_pipeline.engine.precision import Arithmetic
-from rl_pipeline.engine.runtime import Runtime, ThreadPlan
+from rl_pipeline.engine.runtime import Runtime
 from rl_pipeline.types import Discrete
 
 DOUBLE = Arithmetic(wide=torch.float64)
@@ -27,14 +27,6 @@ ACTIONS = [Discrete(2), BOX]
 def quick_timing(monkeypatch):
     """Three updates each way are enough to time here."""
     monkeypatch.setattr(graphs, "TIMING_S", 0.0)
-
-
-def runtime(build=as_traced, capture=None, arithmetic=None, **plan) -> Runtime:
-    build = captured(build, capture) if capture else build
-    plan = CompilePlan("default", build, capture, **plan)
-    return Runtime(
-        CPU, "", ThreadPlan(1, 1, 1, 1), 3, arithmetic or Arithmetic(), plan, CompileLog()
-    )
 
 
 def train(agent, updates=20, action=None):
@@ -86,7 +78,7 @@ def test_compiled_equals_eager_in_double_precision(form):
             rows += [torch.randn(32, generator=rng, dtype=torch.float64) for _ in range(4)]
             valid = (torch.rand(32, generator=rng) < 0.9).double()
             order = torch.randperm(32, generator=rng).view(4, 8)
-            terms, norms = agent._step(1e-2, order, *rows, valid)
+            terms, norms = agent._gradient_step(1e-2, order, *rows, valid)
             assert terms.shape == (4, 7)
             assert norms.dtype == torch.float64
         values.append(agent.params.values)
@@ -274,7 +266,11 @@ def test_compiling_and_timing_move_nothing():
     for agent in (plain, timed):
         agent.update(rollout, 0.0)
     assert timed._runtime.compile_log.eager_update_s is not None
-    assert float(timed._step.adam.state.steps) == float(plain._step.adam.state.steps) == 2
+    assert (
+        float(timed._gradient_step.adam.state.steps)
+        == float(plain._gradient_step.adam.state.steps)
+        == 2
+    )
     torch.testing.assert_close(plain.params.values, timed.params.values, rtol=1e-5, atol=1e-7)
 
 

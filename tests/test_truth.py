@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from agents import CPU, learner, random_rollout
+from agents import runtime as compiled
 from conftest import settings
-from test_compile import runtime as compiled
-from test_ppo import CPU, learner, random_rollout
 
 from rl_pipeline.buffers.deque import DequeBuffer
 from rl_pipeline.buffers.device import DeviceReplay
@@ -288,14 +288,14 @@ def test_a_row_of_metrics_is_the_mean_and_the_maximum_of_its_window():
 def test_the_largest_kl_is_that_of_any_minibatch():
     agent = learner(learning_rate=0.02, num_epochs=3)
     kept = []
-    step = agent._step
+    step = agent._gradient_step
 
     def spy(*args):
         kept.append(step(*args))
         return kept[-1]
 
     spy.attempted, spy.skipped = 0, step.skipped
-    agent._step = spy
+    agent._gradient_step = spy
     metrics, updates = agent.update(random_rollout(agent), 0.0)
     every = torch.cat([terms for terms, _ in kept])[:, APPROX_KL]
     assert len(every) == 6 and float(metrics["loss/approx_kl_max"]) == float(every.max())

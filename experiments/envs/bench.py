@@ -16,18 +16,20 @@ import time
 import uuid
 import warnings
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BeforeValidator
 
 from experiments import frame
 from experiments.envs import steppers
 from experiments.envs.paired import Cell, bar_of, summarize, take_turns
 from rl_pipeline.comparison import figures, tables
-from rl_pipeline.config import stores
-from rl_pipeline.config.settings import TrackingSettings
+from rl_pipeline.config import cli, stores
+from rl_pipeline.config.app import refusing
+from rl_pipeline.config.settings import Frozen, PositiveInt, TrackingSettings
 from rl_pipeline.machine import cpu_budget
 from rl_pipeline.telemetry.hardware import HardwareSampler
 from rl_pipeline.telemetry.provenance import changed_code, provenance
@@ -45,15 +47,18 @@ HEADER = (
 BACKENDS = ("gymnasium", "gymnasium_async", "gymnasium_native", "envpool", "envpool_async")
 
 
-@dataclass(frozen=True)
-class Options:
+Names = Annotated[tuple[str, ...], BeforeValidator(cli.names)]
+Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(cli.names)]
+
+
+class Options(Frozen):
     """What to measure."""
 
-    tasks: tuple[str, ...] = ("cartpole", "pong", "halfcheetah")
-    backends: tuple[str, ...] = BACKENDS
-    num_envs: tuple[int, ...] = (8, 64, 256)
+    tasks: Names = ("cartpole", "pong", "halfcheetah")
+    backends: Names = BACKENDS
+    num_envs: Counts = (8, 64, 256)
     """Above 64 only CartPole, and no backend with a process per environment."""
-    threads: tuple[int, ...] = (1, 2)
+    threads: Counts = (1, 2)
     """Worker threads; more than the CPU budget are left out."""
     repeats: int = 5
     seconds: float = 1.2
@@ -65,28 +70,13 @@ class Options:
     out: str = str(HERE)
 
 
-SHORT = Options(
-    num_envs=(8, 256), threads=(2,), repeats=3, seconds=0.3, out=str(HERE / "runs" / "quick")
-)
-
-
-def parse(arguments: list[str], options: Options) -> Options:
-    """`options` changed by `key=value`; raises SystemExit naming a wrong one."""
-    kinds = {field.name: type(getattr(options, field.name)) for field in fields(Options)}
-    changes: dict[str, Any] = {}
-    for argument in arguments:
-        key, _, text = argument.partition("=")
-        if key not in kinds or not text:
-            raise SystemExit(f"{argument}: options are {', '.join(f'{k}=...' for k in kinds)}")
-        try:
-            if kinds[key] is tuple:
-                item = type(getattr(options, key)[0])
-                changes[key] = tuple(item(part) for part in text.split(","))
-            else:
-                changes[key] = kinds[key](text)
-        except ValueError:
-            raise SystemExit(f"{argument}: not a number") from None
-    return replace(options, **changes)
+SHORT = [
+    "num_envs=8,256",
+    "threads=2",
+    "repeats=3",
+    "seconds=0.3",
+    f"out={HERE / 'runs' / 'quick'}",
+]
 
 
 def cells_of(options: Options, budget: int) -> list[Cell]:
@@ -234,7 +224,7 @@ def write(options: Options, rows: list[dict[str, Any]], facts: dict[str, Any]) -
         writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    content = {"facts": facts, "options": asdict(options) | {"out": ""}, "rows": rows}
+    content = {"facts": facts, "options": options.model_dump() | {"out": ""}, "rows": rows}
     files[2].write_text(json.dumps(content, indent=1) + "\n")
     if any("failed" not in row for row in rows):
         figures.line_panels(files[3], panels(rows))
@@ -314,7 +304,8 @@ def main() -> None:
     """Measure, write, log; exit code 1 if a cell failed."""
     warnings.filterwarnings("ignore", message=".*precision lowered by casting")
     frame.refuse_changes()
-    options = parse(sys.argv[1:], SHORT if frame.QUICK else Options())
+    with refusing("see the head of experiments/envs/bench.py"):
+        options = cli.parse(Options, [*(SHORT if frame.QUICK else []), *sys.argv[1:]])
     facts = machine_facts()
     cells = cells_of(options, facts["cores"])
     rows = measure(options, cells)

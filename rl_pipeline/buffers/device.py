@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_pipeline.buffers import layout
 from rl_pipeline.buffers.kernels import (
     ACTION,
     DRAWABLE,
@@ -24,6 +23,7 @@ from rl_pipeline.buffers.kernels import (
     TRUNCATED,
     VALID,
 )
+from rl_pipeline.buffers.layout import refuse_if_too_large, tree_size
 from rl_pipeline.buffers.ring import Ring
 from rl_pipeline.types import Batch, EnvSpec, SequenceBatch
 
@@ -54,25 +54,25 @@ class DeviceReplay(Ring):
         super().__init__(spec, capacity, **options)
 
     def _allocate(self) -> None:
-        plan, spec = self.layout, self.spec
+        layout, spec = self.layout, self.spec
         if self._device.type == "cuda":
             free = torch.cuda.mem_get_info(self._device)[0]
-            layout.refuse_if_too_large(plan, free, f"of memory on {self._device}")
+            refuse_if_too_large(layout, free, f"of memory on {self._device}")
         self._generator = torch.Generator(self._device).manual_seed(self._seed >> 1)
-        frame = spec.obs_shape[1:] if plan.depth > 1 else spec.obs_shape
+        frame = spec.obs_shape[1:] if layout.depth > 1 else spec.obs_shape
         dtype = torch.from_numpy(np.zeros(0, spec.obs_dtype)).dtype
-        self._rows = self._zeros(plan.capacity, *frame, dtype=dtype)
+        self._rows = self._zeros(layout.capacity, *frame, dtype=dtype)
         self._records = self._zeros(*self._meta.shape, dtype=torch.int32)
-        self._written = self._zeros(plan.num_envs, dtype=torch.int64)
-        self._mass = self._zeros(plan.capacity, dtype=torch.float64)
-        self._tree = self._zeros(layout.tree_size(self._starts) + plan.fanout, dtype=torch.float64)
+        self._written = self._zeros(layout.num_envs, dtype=torch.int64)
+        self._mass = self._zeros(layout.capacity, dtype=torch.float64)
+        self._tree = self._zeros(tree_size(self._starts) + layout.fanout, dtype=torch.float64)
         self._max_priority = self._zeros(dtype=torch.float64) + 1.0
-        places = (plan.rows // plan.stride, plan.num_envs)
+        places = (layout.rows // layout.stride, layout.num_envs)
         self._states = {
             name: self._zeros(*places, *shape, dtype=torch.float32)
             for name, shape in self._state_shapes.items()
         }
-        self._children = torch.arange(plan.fanout, device=self._device)
+        self._children = torch.arange(layout.fanout, device=self._device)
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
@@ -94,14 +94,14 @@ class DeviceReplay(Ring):
         num_changed: int,
         num_written: int,
     ) -> None:
-        plan = self.layout
+        layout = self.layout
         changed = reported[0, :num_changed].copy()
         written, source, which = reported[1:, :num_written].copy()
         slots = self._send(written)
         self._records[slots] = self._send(self._meta[written].view(np.int32))
         self._written.copy_(self._send(self._counts.copy()))
         if obs is not None:
-            stacks = obs.reshape(-1, plan.depth, *self._rows.shape[1:])
+            stacks = obs.reshape(-1, layout.depth, *self._rows.shape[1:])
             self._rows[slots] = self._send(stacks[source, which])
             self._mass[slots] = self._send(given[source]) if len(given) else self._usual()
             self._keep_states(written, source, which, extras)
@@ -126,10 +126,10 @@ class DeviceReplay(Ring):
         which: np.ndarray,
         extras: Mapping[str, Tensor],
     ) -> None:
-        plan = self.layout
-        time, env = written // plan.num_envs, written % plan.num_envs
-        begins = (time % plan.stride == 0) & (which == plan.depth - 1)
-        place = (self._send(time[begins] // plan.stride), self._send(env[begins]))
+        layout = self.layout
+        time, env = written // layout.num_envs, written % layout.num_envs
+        begins = (time % layout.stride == 0) & (which == layout.depth - 1)
+        place = (self._send(time[begins] // layout.stride), self._send(env[begins]))
         for name, state in self._states.items():
             given = extras[name].to(self._device).reshape(-1, *state.shape[2:])
             state[place] = given[self._send(source[begins])]
@@ -171,7 +171,7 @@ class DeviceReplay(Ring):
     def _draw(self, size: int, progress: float) -> tuple[Tensor, ...]:
         if not self._size[0]:
             raise ValueError("nothing can be drawn yet: the buffer holds no transition")
-        plan = self.layout
+        layout = self.layout
         u = torch.rand(size, generator=self._generator, device=self._device, dtype=torch.float64)
         parts = torch.arange(size, device=self._device) if self._priorities else 0
         part = self._tree[int(self._starts[-1])] / (size if self._priorities else 1)
@@ -179,10 +179,10 @@ class DeviceReplay(Ring):
         mass = self._tree[slots]
         beta = self._priorities.beta_at(progress) if self._priorities else 0.0
         weight = ((mass.min() / mass) ** beta).to(torch.float32)
-        env = slots % plan.num_envs
+        env = slots % layout.num_envs
         newest = self._written[env] - 1
-        row = newest - (newest - slots // plan.num_envs) % plan.rows
-        return slots, row * plan.num_envs + env, newest - row, weight
+        row = newest - (newest - slots // layout.num_envs) % layout.rows
+        return slots, row * layout.num_envs + env, newest - row, weight
 
     def _after(self, slots: Tensor, rows: int | Tensor) -> Tensor:
         return (slots + rows * self.layout.num_envs) % self.layout.capacity
@@ -227,7 +227,7 @@ class DeviceReplay(Ring):
         """See `replay.Replay.sample_sequences`."""
         if self._sequences is None:
             raise ValueError("this buffer was built for transitions: give it `sequences`")
-        plan, span = self.layout, self._sequences.span
+        layout, span = self.layout, self._sequences.span
         with self.lock:
             slots, ids, _, weight = self._draw(batch_size, progress)
             steps = torch.arange(span + 1, device=self._device)[:, None]
@@ -243,7 +243,7 @@ class DeviceReplay(Ring):
             seen = torch.cat([torch.ones_like(mask[:1]), mask])
             discount = torch.where(flags & TERMINATED != 0, 0.0, self.gamma) * mask
             action = self._action(record)
-            place = (slots // plan.num_envs // plan.stride, slots % plan.num_envs)
+            place = (slots // layout.num_envs // layout.stride, slots % layout.num_envs)
             return SequenceBatch(
                 obs=torch.where(_like(seen, obs), obs, obs.new_zeros(())),
                 action=torch.where(_like(mask, action), action, action.new_zeros(())),
@@ -275,13 +275,13 @@ class DeviceReplay(Ring):
             torch._assert_async(fine, "priorities must be finite and above 0")
         elif not fine:
             raise ValueError("priorities must be finite and above 0 (add a small constant)")
-        plan = self.layout
+        layout = self.layout
         with self.lock:
             self._raise_largest(values)
-            env, row = ids % plan.num_envs, ids // plan.num_envs
-            slots = row % plan.rows * plan.num_envs + env
+            env, row = ids % layout.num_envs, ids // layout.num_envs
+            slots = row % layout.rows * layout.num_envs + env
             written = self._written[env]
-            alive = (ids >= 0) & (row >= written - plan.rows) & (row < written)
+            alive = (ids >= 0) & (row >= written - layout.rows) & (row < written)
             alive &= self._tree[slots] > 0
             new = torch.where(alive, values**self._priorities.alpha, 0.0)
             # First to 0 where something new comes, then up to the largest of it: the same

@@ -212,19 +212,20 @@ def _free(k, slot, T, N, depth, meta, size, changed, num):
 @compiled
 def append(
     obs, action, reward, terminated, truncated, valid, env_ids,  # L rows of n environments
-    how, frames, meta, books, last,  # the ring
+    geometry, frames, meta, books, last,  # the ring
     out,  # slots whose DRAWABLE changed; slots written, from which row, with which frame
 ):  # fmt: skip
     """Write a block; returns (changed, written) or (error, environment).
 
-    obs [L * n, ...] and action [L * n, ...] are words, frames [T * N, W] too; `how` is T, depth,
-    span, stride and whether frames are kept here (each argument costs a call its time). `out`
-    [4, ...] says what was done: the frame `out[3, i]` of row `out[2, i]` of the block went to slot
-    `out[1, i]`. A stack that can go on from the rows before it costs one frame; at the begin of a
-    stream whose first stack is neither that nor filled, its older frames are stored first, as rows
-    that only carry them.
+    obs [L * n, ...] and action [L * n, ...] are words, frames [T * N, W] too; `geometry`
+    is T, depth, span, stride and whether frames are kept here (each argument costs a call its
+    time). `out` [4, ...] says what was done: the frame `out[3, i]` of row `out[2, i]` of the
+    block went to slot `out[1, i]`. A stack that can go on from the rows before it costs one frame;
+    at the begin of a stream whose first stack is neither that nor filled, its older frames are
+    stored first, as rows that only carry them.
     """
-    T, depth, span, stride, keep_frames = how[0], how[1], how[2], how[3], how[4]
+    T, depth, span, stride = geometry[0], geometry[1], geometry[2], geometry[3]
+    keep_frames = geometry[4]
     counts, broken, size = books[COUNT], books[BROKEN], books[SIZE]
     N, n, W = counts.shape[0], env_ids.shape[0], frames.shape[1]
     obs, action = obs.ravel(), action.ravel()  # views of what is contiguous

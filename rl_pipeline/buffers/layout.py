@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.types import Continuous, EnvSpec
 
 FANOUT = 8
@@ -100,7 +101,7 @@ def tree_size(starts: np.ndarray) -> int:
     return int(starts[-1]) + 1
 
 
-def plan(
+def make_layout(
     spec: EnvSpec,
     capacity: int,
     *,
@@ -113,19 +114,19 @@ def plan(
 ) -> Layout:
     """The layout of `capacity` rows; `span` is how many rows a draw must find after its first.
 
-    Raises ValueError where the first axis of an observation is not a stack of `frame_stack`
+    Raises ConfigError where the first axis of an observation is not a stack of `frame_stack`
     frames, or where a draw would not fit into the rows of one environment.
     """
     depth = frame_stack
     if depth > 1 and (len(spec.obs_shape) < 2 or spec.obs_shape[0] != depth):
-        raise ValueError(
+        raise ConfigError(
             f"env.atari.frame_stack={depth} does not fit observations {spec.obs_shape} of "
             f"{spec.id}: their first axis must be the stack"
         )
     rows = capacity // spec.num_envs // stride * stride
     least = (span // stride + 1) * stride + depth
     if rows < least:
-        raise ValueError(
+        raise ConfigError(
             f"buffer.capacity={capacity} leaves {rows} rows for each of backend.num_envs="
             f"{spec.num_envs} environments; it needs at least {least * spec.num_envs}"
         )
@@ -160,7 +161,7 @@ def refuse_if_too_large(
         return
     # A hundredth less: levels of the sum tree do not grow evenly.
     fits = int(0.99 * layout.capacity * available / needed) // layout.num_envs * layout.num_envs
-    raise ValueError(
+    raise ConfigError(
         f"buffer.capacity={layout.capacity} needs {_gb(needed)} {where}, {_gb(available)} are "
         f"available; the largest capacity that fits is {fits}"
         + (", or use buffer=memmap, which keeps observations on disk" if counts == "all" else "")

@@ -12,8 +12,10 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from rl_pipeline import machine
-from rl_pipeline.buffers import kernels, layout
+from rl_pipeline.buffers import kernels
+from rl_pipeline.buffers.layout import refuse_if_too_large
 from rl_pipeline.buffers.replay import Replay
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.types import EnvSpec
 
 
@@ -37,7 +39,7 @@ class MemmapReplay(Replay):
         try:
             self._owner.acquire(timeout=0)
         except Timeout:
-            raise ValueError(f"{folder} holds the replay of a process that still runs") from None
+            raise ConfigError(f"{folder} holds the replay of a process that still runs") from None
         try:
             super().__init__(spec, capacity, **options)
         except BaseException:
@@ -46,14 +48,14 @@ class MemmapReplay(Replay):
 
     def _allocate_frames(self, shape: tuple[int, int]) -> np.ndarray:
         memory = machine.available_memory()
-        layout.refuse_if_too_large(self.layout, memory, "of memory", counts="small")
+        refuse_if_too_large(self.layout, memory, "of memory", counts="small")
         about, path = self._folder / "replay.json", self._folder / "observations.bin"
         kind = {"rows": list(shape), "word": self._word.name}
         known = json.loads(about.read_text()) if about.exists() else {}
         if any(known.get(key) != value for key, value in kind.items()):
             if not path.exists():
                 free = machine.available_disk(self._folder)
-                layout.refuse_if_too_large(self.layout, free, "of disk", counts="frames")
+                refuse_if_too_large(self.layout, free, "of disk", counts="frames")
             known = {**kind, "id": uuid.uuid4().hex}
             with path.open("wb") as file:
                 # Reserved now: a full disk must not end the run in the middle.
@@ -85,19 +87,19 @@ class MemmapReplay(Replay):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of `state_dict`, in the same folder and with the same capacity."""
         if state.get("observations") != self._id or state["rows"] != self.layout.rows:
-            raise ValueError(
+            raise ConfigError(
                 f"the saved replay's observations are not those in {self._folder}: resume the run "
                 "in its own folder with its buffer.capacity, or use buffer.save=false"
             )
         super().load_state_dict(state)
 
     def _install(self, arrays: dict[str, np.ndarray], states: dict[str, np.ndarray]) -> None:
-        plan = self.layout
-        time = np.arange(plan.rows)[:, None]
-        row = self._counts - 1 - (self._counts - 1 - time) % plan.rows  # [rows, num_envs]
+        layout = self.layout
+        time = np.arange(layout.rows)[:, None]
+        row = self._counts - 1 - (self._counts - 1 - time) % layout.rows  # [rows, num_envs]
         meta = self._meta.reshape(*row.shape, -1)
         reaches = row - meta[..., kernels.HISTORY]
-        gone = (row >= 0) & (reaches < self._reached - plan.rows)
+        gone = (row >= 0) & (reaches < self._reached - layout.rows)
         self.lost = int(np.count_nonzero(gone & (self._drawable().reshape(row.shape))))
         meta[gone, kernels.FLAGS] = 0
         # Where the newest row is gone, what comes next cannot go on from it.

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rl_pipeline import machine
-from rl_pipeline.buffers import kernels, layout
+from rl_pipeline.buffers import kernels
+from rl_pipeline.buffers.layout import refuse_if_too_large, tree_size, zeros
 from rl_pipeline.buffers.ring import BAD_PRIORITIES, Priorities, Ring, Sequences, as_float64
 from rl_pipeline.types import Batch, SequenceBatch
 
@@ -35,23 +36,23 @@ class Replay(Ring):
     """
 
     def _allocate(self) -> None:
-        plan = self.layout
+        layout = self.layout
         self._rng = np.array([self._seed], np.uint64)
-        self._frames = self._allocate_frames((plan.capacity, self._words))
-        leaves, nodes = plan.capacity, layout.tree_size(self._starts)
-        self._mass = layout.zeros((leaves if plan.prioritized else 0,), np.float64)
-        self._tree = layout.zeros((nodes if plan.prioritized else 0,), np.float64)
-        places = (plan.rows // plan.stride, plan.num_envs)
+        self._frames = self._allocate_frames((layout.capacity, self._words))
+        leaves, nodes = layout.capacity, tree_size(self._starts)
+        self._mass = zeros((leaves if layout.prioritized else 0,), np.float64)
+        self._tree = zeros((nodes if layout.prioritized else 0,), np.float64)
+        places = (layout.rows // layout.stride, layout.num_envs)
         self._states = {
             name: np.zeros((*places, *shape), np.float32)
             for name, shape in self._state_shapes.items()
         }
 
-        self._stores = bool(self._states) or plan.prioritized
+        self._stores = bool(self._states) or layout.prioritized
 
     def _allocate_frames(self, shape: tuple[int, int]) -> np.ndarray:
-        layout.refuse_if_too_large(self.layout, machine.available_memory(), "of memory")
-        return layout.zeros(shape, self._word)
+        refuse_if_too_large(self.layout, machine.available_memory(), "of memory")
+        return zeros(shape, self._word)
 
     @property
     def nbytes(self) -> int:
@@ -86,10 +87,10 @@ class Replay(Ring):
         extras: Mapping[str, Tensor],
     ) -> None:
         """Store the states that rows at the begin of a sequence came with."""
-        plan = self.layout
-        time = written // plan.num_envs
-        begins = (time % plan.stride == 0) & (which == plan.depth - 1)
-        place = (time[begins] // plan.stride, written[begins] % plan.num_envs)
+        layout = self.layout
+        time = written // layout.num_envs
+        begins = (time % layout.stride == 0) & (which == layout.depth - 1)
+        place = (time[begins] // layout.stride, written[begins] % layout.num_envs)
         for name, state in self._states.items():
             given = self.fetch(extras[name]).reshape(-1, *state.shape[2:])
             state[place] = given[source[begins]]
@@ -126,11 +127,11 @@ class Replay(Ring):
 
     def gather(self, draw: Draw) -> Batch:
         """The second half of `sample`: copy the rows out; none may be overwritten between."""
-        plan = self.layout
+        layout = self.layout
         room = self._room(len(draw.ids))
         with self.lock:
             kernels.gather(
-                draw.slots, draw.ends, draw.spans, plan.num_envs, plan.depth, self.gamma,
+                draw.slots, draw.ends, draw.spans, layout.num_envs, layout.depth, self.gamma,
                 self._frames, self._meta, self._meta_f, *room,
             )  # fmt: skip
         return self._deliver(draw, room)
@@ -175,20 +176,20 @@ class Replay(Ring):
         """Draw whole sequences, time-major; see `types.SequenceBatch`."""
         if self._sequences is None:
             raise ValueError("this buffer was built for transitions: give it `sequences`")
-        plan, span = self.layout, self._sequences.span
+        layout, span = self.layout, self._sequences.span
         rows = (span, batch_size)
-        words = self._frames.shape[1] * plan.depth
+        words = self._frames.shape[1] * layout.depth
         obs = np.empty((span + 1, batch_size, words), self._word)
-        action = np.empty((*rows, plan.action_words), np.uint32)
+        action = np.empty((*rows, layout.action_words), np.uint32)
         reward, discount, mask = (np.empty(rows, np.float32) for _ in range(3))
         with self.lock:
             ids, slots, _, _, weight = self.draw(batch_size, progress)
             kernels.gather_sequences(
-                slots, plan.num_envs, plan.depth, self.gamma, self._frames, self._meta,
+                slots, layout.num_envs, layout.depth, self.gamma, self._frames, self._meta,
                 self._meta_f, obs, action, reward, discount, mask,
             )  # fmt: skip
-            time = slots // plan.num_envs // plan.stride
-            states = {k: state[time, ids % plan.num_envs] for k, state in self._states.items()}
+            time = slots // layout.num_envs // layout.stride
+            states = {k: state[time, ids % layout.num_envs] for k, state in self._states.items()}
         tensor = torch.from_numpy
         return SequenceBatch(
             obs=tensor(obs.view(self.spec.obs_dtype).reshape(*obs.shape[:2], *self.spec.obs_shape)),

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_pipeline.buffers import kernels, layout
+from rl_pipeline.buffers import kernels
+from rl_pipeline.buffers.layout import FANOUT, META_WORDS, make_layout, tree_starts, zeros
 from rl_pipeline.types import Continuous, EnvSpec, Step
 
 BAD_PRIORITIES = "priorities must be finite and above 0 (add a small constant)"
@@ -106,7 +107,7 @@ class Ring(ABC):
 
     _keeps_frames = True
     """The kernel that keeps the books also writes the frames."""
-    _fanout = layout.FANOUT
+    _fanout = FANOUT
     """Children of a node of the sum tree."""
     _announces = False
     """`_announce` has something to do."""
@@ -135,7 +136,7 @@ class Ring(ABC):
         only the newest is stored. Raises ValueError where that or the capacity cannot be, or
         where it does not fit into memory.
         """
-        self.layout = layout.plan(
+        self.layout = make_layout(
             spec, capacity, frame_stack=frame_stack,
             prioritized=priorities is not None or self._always_weighs,
             span=sequences.span if sequences else n_step,
@@ -154,31 +155,33 @@ class Ring(ABC):
         self._allocate_books()
         self._allocate()
         # Put together once: at a few microseconds an `add` every look-up shows.
-        plan = self.layout
-        how = np.array([plan.rows, plan.depth, self._span, plan.stride, self._keeps_frames])
-        self._ring = (how, self._frames, self._meta, self._books, self._last)
+        layout = self.layout
+        geometry = np.array(
+            [layout.rows, layout.depth, self._span, layout.stride, self._keeps_frames]
+        )
+        self._ring = (geometry, self._frames, self._meta, self._books, self._last)
         self._room_for = 0
         self._accepted: tuple | None = None
         """What the last rows looked like, where nothing had to be done about it."""
 
     def _allocate_books(self) -> None:
-        plan, box = self.layout, self.spec.action
+        layout, box = self.layout, self.spec.action
         self._box = box if isinstance(box, Continuous) else None
         self._action_dtype = np.dtype(np.float32 if self._box else np.int64)
         self._action_shape = self._box.shape if self._box else ()
         # Rows are moved in words of 4 bytes where they divide evenly.
-        self._word = np.dtype(np.uint32 if plan.frame_bytes % 4 == 0 else np.uint8)
-        self._words = plan.frame_bytes // self._word.itemsize
+        self._word = np.dtype(np.uint32 if layout.frame_bytes % 4 == 0 else np.uint8)
+        self._words = layout.frame_bytes // self._word.itemsize
         self._frames = np.zeros((0, self._words), self._word)
-        self._meta = layout.zeros((plan.capacity, layout.META_WORDS + plan.action_words), np.uint32)
+        self._meta = zeros((layout.capacity, META_WORDS + layout.action_words), np.uint32)
         self._meta_f = self._meta.view(np.float32)
-        self._books = np.zeros((3, plan.num_envs), np.int64)
+        self._books = np.zeros((3, layout.num_envs), np.int64)
         self._counts, self._broken, self._size = self._books
         self._broken[:] = 1
-        words = self._words * plan.depth * (plan.depth > 1)
-        self._last = np.zeros((plan.num_envs, words), self._word)
+        words = self._words * layout.depth * (layout.depth > 1)
+        self._last = np.zeros((layout.num_envs, words), self._word)
         self._max_priority: Any = 1.0  # a tensor where priorities are on a device
-        self._starts = layout.tree_starts(plan.capacity, plan.fanout)
+        self._starts = tree_starts(layout.capacity, layout.fanout)
         self._reported = np.empty((4, 0), np.int64)
 
     @abstractmethod
@@ -377,17 +380,17 @@ class Ring(ABC):
 
         What host memory stores slot by slot is not copied: save it before the next `add`.
         """
-        plan = self.layout
+        layout = self.layout
         with self.lock:
-            used = min(int(self._counts.max()), plan.rows)
+            used = min(int(self._counts.max()), layout.rows)
             arrays, states = self._contents()
             return {
-                **{k: _saved(a[: used * plan.num_envs]) for k, a in arrays.items()},
+                **{k: _saved(a[: used * layout.num_envs]) for k, a in arrays.items()},
                 **{k: _saved(getattr(self, f"_{k}").copy()) for k in _BOOKS},
-                "states": {k: _saved(a[: -(-used // plan.stride)]) for k, a in states.items()},
+                "states": {k: _saved(a[: -(-used // layout.stride)]) for k, a in states.items()},
                 "rng": self._random_state(),
-                "rows": plan.rows,
-                "frame_stack": plan.depth,
+                "rows": layout.rows,
+                "frame_stack": layout.depth,
                 "max_priority": float(self._max_priority),
             }
 
@@ -396,7 +399,7 @@ class Ring(ABC):
 
         Raises ValueError where the capacity is smaller or the contents are of another kind.
         """
-        plan, rows = self.layout, int(state["rows"])
+        layout, rows = self.layout, int(state["rows"])
         with self.lock:
             arrays, states = self._contents()
             self._check_state(state, arrays, states)
@@ -406,20 +409,20 @@ class Ring(ABC):
             self._set_random_state(state["rng"])
             self._max_priority = state["max_priority"]
             # Row k lives in slot k % rows: elsewhere in a larger ring.
-            time = np.arange(len(state["meta"]) // plan.num_envs)[:, None]
+            time = np.arange(len(state["meta"]) // layout.num_envs)[:, None]
             number = self._counts - 1 - (self._counts - 1 - time) % rows
             exists = number >= 0
             env = np.nonzero(exists)[1]
-            old = (time * plan.num_envs + np.arange(plan.num_envs))[exists]
-            new = number[exists] % plan.rows * plan.num_envs + env
+            old = (time * layout.num_envs + np.arange(layout.num_envs))[exists]
+            new = number[exists] % layout.rows * layout.num_envs + env
             for name, ours in arrays.items():
                 theirs = state[name].numpy().view(ours.dtype)
-                if rows == plan.rows:
+                if rows == layout.rows:
                     ours[: len(theirs)] = theirs
                 else:
                     ours[new] = theirs[old]
-            begins = exists[:: plan.stride]
-            at = number[:: plan.stride][begins] % plan.rows // plan.stride
+            begins = exists[:: layout.stride]
+            at = number[:: layout.stride][begins] % layout.rows // layout.stride
             for name, ours in states.items():
                 ours[at, np.nonzero(begins)[1]] = state["states"][name].numpy()[begins]
             self._size[0] = np.count_nonzero(self._drawable())
@@ -431,20 +434,21 @@ class Ring(ABC):
     def _check_state(
         self, state: dict[str, Any], arrays: dict[str, np.ndarray], states: dict[str, np.ndarray]
     ) -> None:
-        plan = self.layout
-        if len(state["counts"]) != plan.num_envs:
+        layout = self.layout
+        if len(state["counts"]) != layout.num_envs:
             raise ValueError(
                 f"the saved replay is of backend.num_envs={len(state['counts'])}, not "
-                f"{plan.num_envs}"
+                f"{layout.num_envs}"
             )
-        if state["rows"] > plan.rows:
+        if state["rows"] > layout.rows:
             raise ValueError(
-                f"the saved replay has {state['rows'] * plan.num_envs} rows and does not fit into "
-                f"buffer.capacity={plan.capacity}; use buffer.capacity="
-                f"{state['rows'] * plan.num_envs}, or buffer.save=false to begin with an empty one"
+                f"the saved replay has {state['rows'] * layout.num_envs} rows and does not fit "
+                f"into buffer.capacity={layout.capacity}; use buffer.capacity="
+                f"{state['rows'] * layout.num_envs}, or buffer.save=false to begin with an empty "
+                "one"
             )
         wanted = {**arrays, "last": self._last}
-        same = state["frame_stack"] == plan.depth and all(
+        same = state["frame_stack"] == layout.depth and all(
             name in state
             and state[name].shape[1:] == ours.shape[1:]
             and state[name].numpy().dtype.itemsize == ours.dtype.itemsize

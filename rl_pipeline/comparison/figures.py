@@ -35,27 +35,31 @@ class Picture(NamedTuple):
     caption: str
 
 
-def pictures(found: Comparison) -> dict[str, Picture]:
+def pictures(comparison: Comparison) -> dict[str, Picture]:
     """By name: pareto, curves, effects; those for which there is data."""
     drawn: dict[str, Picture] = {}
-    placed = [g for g in found.groups if g.speed and g.returns]
+    placed = [g for g in comparison.groups if g.speed and g.returns]
     if placed:
         drawn["pareto"] = Picture(
-            *_draw(lambda axes: _pareto(axes[0], placed, found), 1),
-            f"Speed against return ({found.return_metric}, IQM at {found.at_steps:,.0f} env steps);"
-            " bars are 95 % intervals (of few runs the range), the line joins what nothing else of"
-            " its recipe beats in both. Hollow: too short for a steady state.",
+            *_draw(lambda axes: _pareto(axes[0], placed, comparison), 1),
+            f"Speed against return ({comparison.return_metric}, IQM at {comparison.at_steps:,.0f} "
+            "env steps); bars are 95 % intervals (of few runs the range), the line joins what "
+            "nothing else of its recipe beats in both. Hollow: too short for a steady state.",
         )
-    if any(trained(run) for g in found.groups for run in g.done):
+    if any(trained(run) for g in comparison.groups for run in g.done):
         drawn["curves"] = Picture(
-            *_draw(lambda axes: _curves(axes, found), 2),
+            *_draw(lambda axes: _curves(axes, comparison), 2),
             "Training return (last 100 games), IQM over runs with its 95 % bootstrap band (of few "
             "runs their range), against env steps and against seconds of training (evaluation and "
             "start-up are not in them).",
         )
-    if found.effects:
+    if comparison.effects:
         drawn["effects"] = Picture(
-            *_draw(lambda axes: _effect_plot(axes[0], found), 1, 0.5 + 0.32 * len(found.effects)),
+            *_draw(
+                lambda axes: _effect_plot(axes[0], comparison),
+                1,
+                0.5 + 0.32 * len(comparison.effects),
+            ),
             "What each choice does to the speed, as a ratio; the intervals hold together at 95 %. "
             "Indented: where an effect depends on another choice. Grey: no difference.",
         )
@@ -83,7 +87,7 @@ def _draw(draw: Callable[[Any], None], columns: int, height: float = 3.6) -> tup
     return text.getvalue()[text.getvalue().index("<svg") :], image.getvalue()
 
 
-def _pareto(axis: Axes, groups: Sequence[Group], found: Comparison) -> None:
+def _pareto(axis: Axes, groups: Sequence[Group], comparison: Comparison) -> None:
     recipes: dict[tuple[tuple[str, str], ...], list[Group]] = {}
     for i, group in enumerate(groups):
         assert group.speed and group.returns
@@ -102,7 +106,7 @@ def _pareto(axis: Axes, groups: Sequence[Group], found: Comparison) -> None:
             axis.plot(*zip(*front, strict=True), color="0.6", linewidth=1, zorder=0)
     axis.set_xscale("log")
     axis.set_xlabel("env steps/s (median over runs)")
-    axis.set_ylabel(_drawn(found.return_metric))
+    axis.set_ylabel(_drawn(comparison.return_metric))
     axis.margins(x=0.1, y=0.15)
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     _plain_log(axis)
@@ -135,8 +139,8 @@ def _plain_log(axis: Axes) -> None:
         axis.tick_params(axis="x", which="minor", labelsize=8, rotation=30)
 
 
-def _curves(axes: Sequence[Axes], found: Comparison) -> None:
-    for i, group in enumerate(found.groups):
+def _curves(axes: Sequence[Axes], comparison: Comparison) -> None:
+    for i, group in enumerate(comparison.groups):
         runs = [run for run in group.done if trained(run)]
         if not runs:
             continue
@@ -156,14 +160,14 @@ def _curves(axes: Sequence[Axes], found: Comparison) -> None:
     axes[1].set_xlabel("seconds of training")
     axes[0].set_ylabel("return/train")
     for axis in axes:
-        if found.threshold is not None:
-            axis.axhline(found.threshold, color="0.5", linestyle=":", linewidth=1)
+        if comparison.threshold is not None:
+            axis.axhline(comparison.threshold, color="0.5", linestyle=":", linewidth=1)
     axes[0].legend(frameon=False, fontsize=8)
 
 
-def _effect_plot(axis: Axes, found: Comparison) -> None:
+def _effect_plot(axis: Axes, comparison: Comparison) -> None:
     names = []
-    for row, effect in enumerate(found.effects):
+    for row, effect in enumerate(comparison.effects):
         given = f"    with {short(*effect.given)}" if effect.given else ""
         against = short(effect.factor, effect.base)
         names.append(given or f"{short(effect.factor, effect.level)} against {against}")

@@ -23,41 +23,43 @@ def in_words(ratio: Estimate) -> str:
 # -- effects of a factorial sweep -----------------------------------------------------------------
 
 
-def add_effects(found: Comparison, first: Group) -> None:
+def add_effects(comparison: Comparison, first: Group) -> None:
     """Fill in effects, interactions and the answer, from the runs of the baseline's recipe."""
     alike = [
-        g for g in found.groups
+        g for g in comparison.groups
         if g.recipe == first.recipe and g.machine == first.machine and g.steady and g.rates
     ]  # fmt: skip
-    levels = {k: {g.levels[k] for g in alike} for k in found.by}
-    factors = [k for k in found.by if len(levels[k]) > 1]
+    levels = {k: {g.levels[k] for g in alike} for k in comparison.by}
+    factors = [k for k in comparison.by if len(levels[k]) > 1]
     # Against another level than the baseline's nothing is said.
     bases = all(first.levels[k] in levels[k] for k in factors)
     if not factors or not bases or not first.one_machine:
         return
     cells = {tuple(g.levels[k] for k in factors): g.rates for g in alike}
     design = stats.Factorial(factors, cells, first.levels)
-    found.factors, found.effects = factors, design.main_effects()
+    comparison.factors, comparison.effects = factors, design.main_effects()
     if len(factors) == 1:
         # The table's own speed-ups: a second interval for the same ratio would only confuse.
         ratios = {g.levels[factors[0]]: g.speedup for g in alike}
-        found.effects = [
-            e._replace(ratio=ratio) for e in found.effects if (ratio := ratios[e.level])
+        comparison.effects = [
+            e._replace(ratio=ratio) for e in comparison.effects if (ratio := ratios[e.level])
         ]
-    found.interactions = [i for i in design.interactions() if i.ratio.excludes(1)]
-    for effect in list(found.effects):
-        phrase, conditional = _phrase(effect, found, design)
-        found.answer.append(phrase)
-        found.effects += conditional
+    comparison.interactions = [i for i in design.interactions() if i.ratio.excludes(1)]
+    for effect in list(comparison.effects):
+        phrase, conditional = _phrase(effect, comparison, design)
+        comparison.answer.append(phrase)
+        comparison.effects += conditional
 
 
-def _phrase(effect: Effect, found: Comparison, design: stats.Factorial) -> tuple[str, list[Effect]]:
+def _phrase(
+    effect: Effect, comparison: Comparison, design: stats.Factorial
+) -> tuple[str, list[Effect]]:
     """One level's effect in words; where it depends on a factor of greater effect, by that one."""
     name, ratio = short(effect.factor, effect.level), effect.ratio
-    main = [e for e in found.effects if not e.given]
+    main = [e for e in comparison.effects if not e.given]
     sizes = {(e.factor, e.level): abs(math.log(e.ratio.value)) for e in main}
     mine = sizes[effect.factor, effect.level]
-    for interaction in found.interactions:
+    for interaction in comparison.interactions:
         pair = [interaction.first[:2], interaction.second[:2]]
         if (effect.factor, effect.level) not in pair:
             continue
@@ -92,11 +94,11 @@ def _times(ratio: Estimate) -> str:
 # -- what to know before believing ----------------------------------------------------------------
 
 
-def make_notes(found: Comparison, study: StudyRecord) -> list[str]:
+def make_notes(comparison: Comparison, study: StudyRecord) -> list[str]:
     """One line each."""
     notes = []
     runs = study.runs
-    for group in found.groups:
+    for group in comparison.groups:
         if group.verdict == "recipe differs":
             changed = ", ".join(f"{k}={v}" for k, v in group.recipe.items())
             notes.append(f"{group.name}: recipe differs ({changed}); its speed is no speed-up")
@@ -106,7 +108,7 @@ def make_notes(found: Comparison, study: StudyRecord) -> list[str]:
                 "return by more than the margin"
             )
     notes += damaged(study)
-    notes += _backend_differences(found)
+    notes += _backend_differences(comparison)
     asked = {
         f"{key}={value} was asked for and {key}={run.settings[key]} took effect"
         for run in runs for key, value in run.requested.items()
@@ -134,11 +136,11 @@ def make_notes(found: Comparison, study: StudyRecord) -> list[str]:
             f"up to {together} runs ran at once and shared the machine: rates are lower and less "
             "certain than alone"
         )
-    few = min(len(group.done) for group in found.groups if group.done)
+    few = min(len(group.done) for group in comparison.groups if group.done)
     if few < 3:
         runs_ = "run" if few == 1 else "runs"
         notes.append(f"some settings have {few} {runs_} only: more seeds narrow the intervals")
-    return notes + _pooled(found)
+    return notes + _pooled(comparison)
 
 
 def damaged(study: StudyRecord) -> list[str]:
@@ -146,11 +148,11 @@ def damaged(study: StudyRecord) -> list[str]:
     return [*study.damage, *(text for run in study.runs for text in run.damage)]
 
 
-def _backend_differences(found: Comparison) -> list[str]:
+def _backend_differences(comparison: Comparison) -> list[str]:
     """What is known to differ between the backends that are compared, on each task."""
     pairs = dict.fromkeys(
         (run.settings["env.id"], run.settings["backend"])
-        for group in found.groups for run in group.done if "env.id" in run.settings
+        for group in comparison.groups for run in group.done if "env.id" in run.settings
     )  # fmt: skip
     return list(dict.fromkeys(
         f"{task}: {text}"
@@ -168,10 +170,10 @@ def _at_once(runs: Sequence[RunRecord]) -> int:
     )
 
 
-def _pooled(found: Comparison) -> list[str]:
+def _pooled(comparison: Comparison) -> list[str]:
     """What `by` leaves out although it differs inside a group."""
     pooled: dict[str, set[str]] = {}
-    for group in found.groups:
+    for group in comparison.groups:
         settings = [run.settings for run in group.done]
         for key in settings[0] if settings else ():
             values = {s.get(key, "") for s in settings}
@@ -180,18 +182,18 @@ def _pooled(found: Comparison) -> list[str]:
     return [f"groups pool over {key}: {', '.join(sorted(v))}" for key, v in pooled.items()]
 
 
-def in_one_line(found: Comparison) -> str:
+def in_one_line(comparison: Comparison) -> str:
     """The answer; where runs are too short for one, that."""
-    if not found.answer and len(found.groups) > 1 and not found.groups[0].steady:
-        if any(g.steady for g in found.groups):
+    if not comparison.answer and len(comparison.groups) > 1 and not comparison.groups[0].steady:
+        if any(g.steady for g in comparison.groups):
             return "no verdict on speed: the baseline reached no steady state"
         return "no verdict on speed: no run reached a steady state"
-    return "; ".join(found.answer)
+    return "; ".join(comparison.answer)
 
 
-def what_ran(found: Comparison) -> str:
+def what_ran(comparison: Comparison) -> str:
     """Task, algorithm and length, where all runs have them in common."""
-    runs = [run.settings for group in found.groups for run in group.runs]
+    runs = [run.settings for group in comparison.groups for run in group.runs]
 
     def common(key: str) -> str:
         values = {settings[key] for settings in runs if key in settings}

@@ -62,7 +62,7 @@ def compare(
     last = [run.curves["return/train"][0][-1] for run in runs if run.finished and trained(run)]
     steps = at_steps or (min(last) if last else math.nan)
     metric = _return_metric(runs, steps)
-    found = Comparison(
+    comparison = Comparison(
         study.name, keys, groups, base or dict(first.levels), steps, metric, threshold
     )
     for group in groups:
@@ -71,9 +71,9 @@ def compare(
     level = stats.together(sum(map(_ranked, groups, against)))
     for group, other in zip(groups, against, strict=True):
         _against(group, other, steps, metric, margin, level)
-    add_effects(found, first)
-    found.notes = make_notes(found, study)
-    return found
+    add_effects(comparison, first)
+    comparison.notes = make_notes(comparison, study)
+    return comparison
 
 
 # -- one group ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rl_pipeline.terminal import plain
 
 
 def page(
-    found: Comparison,
+    comparison: Comparison,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     caption: str,
@@ -31,12 +31,12 @@ def page(
     pairs = [
         [f"{short(*i.first[:2])} and {short(*i.second[:2])}",
          f"{i.ratio.value:.2f} [{i.ratio.low:.2f}, {i.ratio.high:.2f}]"]
-        for i in found.interactions
+        for i in comparison.interactions
     ]  # fmt: skip
     return environment.get_template("page.html.j2").render(
-        found=found, ran=what_ran(found), answer=in_one_line(found), header=header, rows=rows,
-        caption=caption, drawn=drawn, pairs=pairs,
-        runs=[_row(run) for group in found.groups for run in group.runs],
+        comparison=comparison, ran=what_ran(comparison), answer=in_one_line(comparison),
+        header=header, rows=rows, caption=caption, drawn=drawn, pairs=pairs,
+        runs=[_row(run) for group in comparison.groups for run in group.runs],
     )  # fmt: skip
 
 

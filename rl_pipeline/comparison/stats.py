@@ -71,11 +71,11 @@ def bootstrap(
 
     Percentile, as in rliable: with few seeds near a task's maximum BCa degenerates.
     """
-    found = stats.bootstrap(
+    estimate = stats.bootstrap(
         (values,), statistic, axis=axis, n_resamples=resamples, method="percentile",
         confidence_level=LEVEL, rng=np.random.default_rng(0),
     ).confidence_interval  # fmt: skip
-    return found.low, found.high
+    return estimate.low, estimate.high
 
 
 def iqm(values: Any, axis: int = 0) -> Any:
@@ -144,15 +144,15 @@ def parity(returns: Sequence[float], base: Sequence[float], margin: float) -> Pa
     runs: three that differ in all from three have 1 chance in 20.
     """
     level = 2 * LEVEL - 1
-    found = difference(returns, base, level)
+    estimate = difference(returns, base, level)
     runs = min(len(returns), len(base))
     if runs < LEAST:
-        return Parity(found, margin, "unknown")
+        return Parity(estimate, margin, "unknown")
     again = difference([*returns, min(returns)], [*base, max(base)], level)
-    found = found._replace(low=min(found.low, again.low))
-    if found.low > -margin and runs >= SURE:
-        return Parity(found, margin, "not worse")
-    return Parity(found, margin, "worse" if found.high < -margin else "open")
+    estimate = estimate._replace(low=min(estimate.low, again.low))
+    if estimate.low > -margin and runs >= SURE:
+        return Parity(estimate, margin, "not worse")
+    return Parity(estimate, margin, "worse" if estimate.high < -margin else "open")
 
 
 # -- a factorial sweep ----------------------------------------------------------------------------

@@ -43,40 +43,40 @@ _WITH_THRESHOLD = ("reached", "steps to it", "seconds to it")
 
 
 def comparison_rows(
-    found: Comparison, columns: Sequence[str] | None = None
+    comparison: Comparison, columns: Sequence[str] | None = None
 ) -> tuple[list[str], list[list[str]]]:
     """Header and rows, one per setting; columns that have nothing to say are left out."""
     wanted = [
         c for c in columns or _COLUMNS
-        if not (c in _WITH_THRESHOLD and found.threshold is None)
+        if not (c in _WITH_THRESHOLD and comparison.threshold is None)
     ]  # fmt: skip
-    cells = {c: [_COLUMNS[c](g) for g in found.groups] for c in wanted}
+    cells = {c: [_COLUMNS[c](g) for g in comparison.groups] for c in wanted}
     cells = {c: texts for c, texts in cells.items() if any(texts)}
-    rows = [[g.name, *(cells[c][i] for c in cells)] for i, g in enumerate(found.groups)]
+    rows = [[g.name, *(cells[c][i] for c in cells)] for i, g in enumerate(comparison.groups)]
     return ["setting", *cells], rows
 
 
-def comparison_caption(found: Comparison) -> str:
+def comparison_caption(comparison: Comparison) -> str:
     """What the columns mean."""
     lines = [
         "env steps/s: median over runs [95 % bootstrap]; speed-up: ratio of geometric means "
         "[95 % Welch on log rates, all together]; an interval that holds 1 is no difference"
     ]
-    if any(g.returns for g in found.groups):
+    if any(g.returns for g in comparison.groups):
         lines.append(
-            f"return: {found.return_metric}, IQM at {found.at_steps:,.0f} env steps [95 % "
-            f"bootstrap]; learning: not worse if, of {SURE} runs a side or more, the mean's loss "
+            f"return: {comparison.return_metric}, IQM at {comparison.at_steps:,.0f} env steps [95 "
+            f"% bootstrap]; learning: not worse if, of {SURE} runs a side or more, the mean's loss "
             "is below the margin with 95 % confidence (Welch, the worst run counted twice); a "
             "collapse of less than every fourth run may go unseen"
         )
-    if any(x and x.is_range for g in found.groups for x in (g.speed, g.returns)):
+    if any(x and x.is_range for g in comparison.groups for x in (g.speed, g.returns)):
         lines.append("(a to b): the range of a setting with too few runs for an interval")
-    if found.threshold is not None:
+    if comparison.threshold is not None:
         lines.append(
-            f"it: a training return of {found.threshold:g}, which lags behind what the greedy "
+            f"it: a training return of {comparison.threshold:g}, which lags behind what the greedy "
             "policy reaches; medians over runs"
         )
-    if any(g.speed and not g.steady for g in found.groups):
+    if any(g.speed and not g.steady for g in comparison.groups):
         lines.append(
             "* no steady state was reached: runs that train on for some 10 s after their warm-up "
             "(total_steps) can be compared"
@@ -129,42 +129,42 @@ def _in_markdown(text: str) -> str:
     return text
 
 
-def print_comparison(found: Comparison, console: Console | None = None) -> None:
+def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
     """The short table, the failures with their causes, and the answer."""
     console = console or wide_console()
-    header, rows = comparison_rows(found, _SHORT + _WITH_THRESHOLD)
-    table = Table(caption=comparison_caption(found), caption_justify="left")
+    header, rows = comparison_rows(comparison, _SHORT + _WITH_THRESHOLD)
+    table = Table(caption=comparison_caption(comparison), caption_justify="left")
     for i, title in enumerate(header):
         # Folded where the terminal is narrow, never cut.
         table.add_column(title, justify="right" if i else "left", overflow="fold")
-    for group, row in zip(found.groups, rows, strict=True):
+    for group, row in zip(comparison.groups, rows, strict=True):
         table.add_row(in_a_row(group.label), *map(in_a_row, row[1:]))
     console.print(table)
-    for group in found.groups:
+    for group in comparison.groups:
         for run in group.failures:
             console.print(run.status, style="red", end=" ")
             console.print(plain(f"{run.name}\n    {run.reason}"))
-    if answer := in_one_line(found):
+    if answer := in_one_line(comparison):
         console.print(plain(answer), style="bold")
-    for note in found.notes:
+    for note in comparison.notes:
         console.print(plain(f"- {note}"))
 
 
-def write_comparison(found: Comparison, folder: Path) -> list[Path]:
+def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """table.md, groups.csv, comparison.json, index.html and the pictures; returns their paths."""
     from rl_pipeline.comparison import figures, page
 
     folder.mkdir(parents=True, exist_ok=True)
-    header, rows = comparison_rows(found)
-    caption = comparison_caption(found)
-    drawn = figures.pictures(found)
-    answer = _in_markdown(in_one_line(found))
-    notes = "\n".join(f"- {_in_markdown(note)}" for note in found.notes)
+    header, rows = comparison_rows(comparison)
+    caption = comparison_caption(comparison)
+    drawn = figures.pictures(comparison)
+    answer = _in_markdown(in_one_line(comparison))
+    notes = "\n".join(f"- {_in_markdown(note)}" for note in comparison.notes)
     files: dict[str, str | bytes] = {
         "table.md": f"{markdown(header, rows)}\n{answer}\n\n{caption}\n\n{notes}\n",
-        "groups.csv": _csv(found),
-        "comparison.json": json.dumps(as_object(found), indent=1) + "\n",
-        "index.html": page.page(found, header, rows, caption, drawn),
+        "groups.csv": _csv(comparison),
+        "comparison.json": json.dumps(as_object(comparison), indent=1) + "\n",
+        "index.html": page.page(comparison, header, rows, caption, drawn),
     }
     files |= {f"{name}.png": picture.png for name, picture in drawn.items()}
     for name, content in files.items():
@@ -173,10 +173,10 @@ def write_comparison(found: Comparison, folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def as_object(found: Comparison) -> dict[str, Any]:
+def as_object(comparison: Comparison) -> dict[str, Any]:
     """The comparison as plain JSON values; NaN and infinity as null."""
     groups = []
-    for group in found.groups:
+    for group in comparison.groups:
         values = {k: v for k, v in vars(group).items() if k not in ("runs", "figures")}
         values |= group.figures
         runs = [
@@ -185,7 +185,7 @@ def as_object(found: Comparison) -> dict[str, Any]:
             for r in group.runs
         ]  # fmt: skip
         groups.append({"name": group.name, "machine": group.machine, **values, "runs": runs})
-    values = {k: v for k, v in vars(found).items() if k != "groups"}
+    values = {k: v for k, v in vars(comparison).items() if k != "groups"}
     plain: dict[str, Any] = _plain({**values, "groups": groups})
     return plain
 
@@ -203,7 +203,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _csv(found: Comparison) -> str:
+def _csv(comparison: Comparison) -> str:
     """One row per group, numbers in full; empty where there is none."""
     text = io.StringIO()
     estimates = ("speed", "speedup", "returns")
@@ -211,11 +211,11 @@ def _csv(found: Comparison) -> str:
     writer = csv.writer(text, lineterminator="\n")
     ends = ("", "_low", "_high", "_interval")
     writer.writerow([
-        *map(_in_csv, found.by), "runs", "finished", "recipe", "steady", "verdict",
+        *map(_in_csv, comparison.by), "runs", "finished", "recipe", "steady", "verdict",
         *(name + end for name in estimates for end in ends), "steps_to", "seconds_to",
         *figures, "parity", "margin",
     ])  # fmt: skip
-    for g in found.groups:
+    for g in comparison.groups:
         recipe = " ".join(f"{k}={v}" for k, v in g.recipe.items())
         cells = [cell for name in estimates for cell in _cells(g, name)]
         cells += [g.steps_to, g.seconds_to, *(g.figures.get(n, math.nan) for n in figures)]

@@ -15,6 +15,7 @@ from urllib.parse import quote, urlsplit
 
 from rl_pipeline.config.folders import REQUEST_FILE, STATE_FILE
 from rl_pipeline.config.settings import TrackingSettings
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.files import read_json, working_directory
 from rl_pipeline.redaction import HIDDEN, redact
 from rl_pipeline.terminal import in_shell
@@ -39,14 +40,14 @@ def resolve(
 ) -> tuple[str, str, Path | None]:
     """The store's URI, the experiment's name, and the artifact folder where the store has none.
 
-    Raises ValueError for a store that cannot work, before any work starts.
+    Raises ConfigError for a store that cannot work, before any work starts.
     """
     assert settings.name != "none", "tracking=none has no store"
     experiment = settings.experiment or environ.get("MLFLOW_EXPERIMENT_NAME") or "rl_pipeline"
     uri = settings.uri or environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         if settings.name == "server":
-            raise ValueError(
+            raise ConfigError(
                 "tracking=server needs an address: set tracking.uri=http://host:5000 or "
                 "the environment variable MLFLOW_TRACKING_URI, or use tracking=mlflow"
             )
@@ -57,15 +58,15 @@ def resolve(
     scheme = uri.split(":", 1)[0].split("+")[0].lower() if ":" in uri else uri
     if scheme == "file" or not (":" in uri or scheme == "databricks"):
         folder = cwd / urlsplit(uri).path
-        raise ValueError(
+        raise ConfigError(
             f"{origin} is a folder, and MLflow dropped its file stores; keep a database in it "
             f"instead: tracking.uri={uri_of(folder / 'mlflow.db')}"
         )
     if scheme == "postgres":
-        raise ValueError(f"{origin}: MLflow calls this kind `postgresql:`, not `postgres:`")
+        raise ConfigError(f"{origin}: MLflow calls this kind `postgresql:`, not `postgres:`")
     plugins = {point.name for point in entry_points(group="mlflow.tracking_store")}
     if scheme not in _SCHEMES | plugins:
-        raise ValueError(
+        raise ConfigError(
             f"{origin}: MLflow has no store of kind `{scheme}:`; the kinds here are "
             f"{', '.join(sorted(_SCHEMES | plugins))}"
         )
@@ -83,7 +84,7 @@ def resolve(
 def _check_address(uri: str, origin: str) -> None:
     user, at, place = uri.partition("://")[2].rpartition("@")
     if at and re.search(r"[/?#@\s]", user):
-        raise ValueError(
+        raise ConfigError(
             f"{origin}: the characters / ? # @ of a user name or password are percent-encoded in "
             "an address (%2F %3F %23 %40); or give them as MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD"
@@ -97,7 +98,7 @@ def _check_address(uri: str, origin: str) -> None:
         if host and port != 0 and re.fullmatch(r"[\w.-]+|[0-9a-fA-F:.%]+", host):
             return
         wrong = "it names no host" if not host else "its host or port cannot be"
-    raise ValueError(f"{origin} is no address: {wrong}; write it as http://host:5000")
+    raise ConfigError(f"{origin} is no address: {wrong}; write it as http://host:5000")
 
 
 def check_driver(uri: str, key: str = "tracking.uri") -> None:
@@ -110,12 +111,12 @@ def check_driver(uri: str, key: str = "tracking.uri") -> None:
     try:
         make_url(uri).get_dialect().import_dbapi()
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise ConfigError(
             f"{key}={redact(uri, uri)} needs the package {error.name}; for PostgreSQL: "
             "pip install 'rl_pipeline[postgres]'"
         ) from None
     except (ArgumentError, ValueError):  # an unknown driver is an ArgumentError, too
-        raise ValueError(
+        raise ConfigError(
             f"{key}={redact(uri, uri)} is no database address; write it as "
             "postgresql://user@host:5432/database"
         ) from None
@@ -152,20 +153,20 @@ def _sqlite_parts(uri: str, origin: str) -> tuple[str, str]:
 
     options = uri.partition("?")[2]
     if not re.fullmatch(r"([\w.]+=[^&=/?]*(&|$))*", options):
-        raise ValueError(
+        raise ConfigError(
             f"{origin}: in an address `?` begins its options; one in a path is written %3F"
         )
     try:
         url = make_url(uri)
     except (ArgumentError, ValueError):
-        raise ValueError(
+        raise ConfigError(
             f"{origin} cannot be read; use tracking.uri=sqlite:////path/mlflow.db"
         ) from None
     path = url.database or ""
     if path.startswith("file:") or "uri=" in options:
-        raise ValueError(f"{origin}: name the file itself: tracking.uri=sqlite:////path/mlflow.db")
+        raise ConfigError(f"{origin}: name the file itself: tracking.uri=sqlite:////path/mlflow.db")
     if not path or path.endswith("/") or path == ":memory:" or "///" not in uri or "\0" in path:
-        raise ValueError(f"{origin} names no file; use tracking.uri=sqlite:////path/mlflow.db")
+        raise ConfigError(f"{origin} names no file; use tracking.uri=sqlite:////path/mlflow.db")
     return path, options
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rl_pipeline.config.settings import CompileSettings
 from rl_pipeline.engine.graphs import Builder, Call
+from rl_pipeline.errors import ConfigError
 
 WARMUPS = 3
 """Calls before a capture: libraries choose algorithms and allocate in the first ones."""
@@ -214,13 +215,13 @@ class CompilePlan:
 def choose_plan(settings: CompileSettings, device: torch.device) -> tuple[CompilePlan, str]:
     """The way functions are compiled on this device, and why.
 
-    Raises ValueError for what this machine cannot do, naming what it can.
+    Raises ConfigError for what this machine cannot do, naming what it can.
     """
     name, cuda = settings.name, device.type == "cuda"
     if name == "eager":
         return CompilePlan(), "compile=eager"
     if not cuda and name in ("reduce_overhead", "cudagraphs"):
-        raise ValueError(
+        raise ConfigError(
             f"compile={name} captures CUDA graphs, and the device is a CPU; use compile=default, "
             "whose whole-update graph has no per-kernel overhead either, or compile=eager"
         )
@@ -229,7 +230,7 @@ def choose_plan(settings: CompileSettings, device: torch.device) -> tuple[Compil
         check_backend(backend)
     options: dict[str, Any] = {"max_autotune": True} if name == "max_autotune" else {}
     if options and backend != "inductor":
-        raise ValueError("compile=max_autotune is inductor's; leave compile.backend out")
+        raise ConfigError("compile=max_autotune is inductor's; leave compile.backend out")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir()))
     build: Builder | None
     if backend == "inductor" and not cuda:
@@ -249,7 +250,7 @@ def choose_plan(settings: CompileSettings, device: torch.device) -> tuple[Compil
 
 
 def check_backend(name: str) -> None:
-    """Raises ValueError for a torch.compile backend that is not registered or not installed."""
+    """Raises ConfigError for a torch.compile backend that is not registered or not installed."""
     import torch._dynamo
 
     known = torch._dynamo.list_backends(exclude_tags=())
@@ -258,14 +259,14 @@ def check_backend(name: str) -> None:
     if name not in known or name in missing:
         why = "its package is not installed" if name in missing else "torch does not know it"
         usable = [n for n in known if n not in missing and "TESTING" not in n]
-        raise ValueError(f"compile.backend={name}: {why}; use one of: {', '.join(usable)}")
+        raise ConfigError(f"compile.backend={name}: {why}; use one of: {', '.join(usable)}")
 
 
 def check_compiler() -> None:
-    """Raises ValueError where inductor finds no C++ compiler."""
+    """Raises ConfigError where inductor finds no C++ compiler."""
     names = [os.environ.get("CXX", ""), "g++", "clang++"]
     if not any(n and shutil.which(n) for n in names):
-        raise ValueError(
+        raise ConfigError(
             "compile needs a C++ compiler on the CPU, and neither g++ nor clang++ is here; install "
             "one, or use compile=eager"
         )

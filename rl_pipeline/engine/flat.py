@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rl_pipeline.errors import ConfigError
+
 
 class FlatParameters:
     """All parameters of a module in `values` [P] and their gradients in `grads` [P].
@@ -33,7 +35,7 @@ class FlatParameters:
     def load(self, values: Tensor) -> None:
         """Copy `values` [P] in; raises ValueError when they belong to another network."""
         if values.shape != self.values.shape:
-            raise ValueError(
+            raise ConfigError(
                 f"these weights have {values.numel()} parameters, the network "
                 f"{self.values.numel()}: they belong to another network or environment"
             )

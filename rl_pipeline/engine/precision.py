@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_pipeline.config.settings import PrecisionSettings
+from rl_pipeline.errors import ConfigError
 
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
 """Rule of the loss scale, as in torch.amp.GradScaler."""
@@ -60,7 +61,7 @@ def choose_arithmetic(
 ) -> tuple[Arithmetic, str]:
     """What `precision` means on this device, and why.
 
-    `capability` is the CUDA device's. Raises ValueError for what it cannot do or only at a loss.
+    `capability` is the CUDA device's. Raises ConfigError for what it cannot do or only at a loss.
     """
     dtype = None if settings.autocast is None else getattr(torch, settings.autocast)
     arithmetic = Arithmetic(
@@ -69,12 +70,12 @@ def choose_arithmetic(
     works = "precision=fp32 or precision=bf16"
     if device.type == "cpu":
         if settings.name == "tf32":
-            raise ValueError(
+            raise ConfigError(
                 f"precision=tf32 is a format of CUDA devices, not of this CPU: {works}"
             )
         if settings.name == "fp16":
             # Measured: torch's fp16 convolution needs 100x the time of fp32 going backward.
-            raise ValueError(
+            raise ConfigError(
                 f"precision=fp16 is for CUDA devices and slower than fp32 on a CPU; use {works}"
             )
         if settings.name == "bf16":
@@ -85,7 +86,7 @@ def choose_arithmetic(
             return arithmetic, f"bf16 matrix products on this CPU, {how}; losses in float32"
         return arithmetic, "float32 throughout"
     if settings.name in ("tf32", "bf16") and capability is not None and capability < (8, 0):
-        raise ValueError(
+        raise ConfigError(
             f"precision={settings.name} needs compute capability 8.0, this device has "
             f"{capability[0]}.{capability[1]}; use precision=fp16 or precision=fp32"
         )

@@ -22,6 +22,7 @@ from rl_pipeline.engine.optim import Adam, GradientStep, Loss
 from rl_pipeline.engine.phases import NullPhases, Phases, SerialisedPhases
 from rl_pipeline.engine.precision import FP32, Arithmetic, choose_arithmetic
 from rl_pipeline.engine.transfers import Transfers
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.machine import cpu_budget, positive_int
 
 STREAMS = ("envs", "eval", "init", "act", "update")
@@ -93,7 +94,7 @@ def thread_plan(settings: Settings, budget: int, reason: str) -> ThreadPlan:
 def choose_device(name: str) -> tuple[torch.device, str]:
     """The device and the reason for it.
 
-    Raises ValueError for device=cuda where torch sees no CUDA device.
+    Raises ConfigError for device=cuda where torch sees no CUDA device.
     """
     if name == "cpu":
         return torch.device("cpu"), "device=cpu"
@@ -105,7 +106,7 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         else "torch sees no CUDA device"
     )
     if name == "cuda":
-        raise ValueError(f"device=cuda cannot run here: {why}; use device=cpu or device=auto")
+        raise ConfigError(f"device=cuda cannot run here: {why}; use device=cpu or device=auto")
     return torch.device("cpu"), f"cpu (device=auto: {why})"
 
 
@@ -208,14 +209,14 @@ class Runtime:
     def make_phases(self, profile: str) -> Phases | NullPhases:
         """The phases that `profile` names.
 
-        Raises ValueError for profile=serialised without a device that works behind the host's back.
+        Raises ConfigError for profile=serialised without an asynchronous device.
         """
         if profile == "none":
             return NullPhases()
         if profile == "phases":
             return Phases(new_event=self.new_event())
         if self.device.type == "cpu":
-            raise ValueError(
+            raise ConfigError(
                 "profile=serialised waits for a GPU around each phase and has no effect on the "
                 "CPU, where profile=phases is exact; use that"
             )
@@ -245,7 +246,7 @@ def keep_freed_memory() -> bool:
 def make_runtime(settings: Settings, seed: int) -> Runtime:
     """Choose device, arithmetic, compilation, threads and allocator; apply them to this process.
 
-    Raises ValueError for what this machine cannot do.
+    Raises ConfigError for what this machine cannot do.
     """
     device, device_reason = choose_device(settings.device.name)
     cuda = device.type == "cuda"

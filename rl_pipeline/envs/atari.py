@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 
 from rl_pipeline.config.settings import EnvSettings
+from rl_pipeline.errors import ConfigError
 
 gym.register_envs(ale_py)
 
@@ -22,7 +23,7 @@ gym.register_envs(ale_py)
 def emulator_settings(env: EnvSettings) -> dict[str, Any]:
     """Arguments of the `ALE/...-v5` ids under which the wrapper alone decides.
 
-    Raises ValueError where `env.kwargs` would change one of them.
+    Raises ConfigError where `env.kwargs` would change one of them.
     """
     assert env.atari is not None
     fixed = {
@@ -34,7 +35,7 @@ def emulator_settings(env: EnvSettings) -> dict[str, Any]:
         "continuous": False,
     }
     if clash := fixed.keys() & env.kwargs.keys():
-        raise ValueError(f"env.kwargs cannot set {', '.join(sorted(clash))}; use env.atari")
+        raise ConfigError(f"env.kwargs cannot set {', '.join(sorted(clash))}; use env.atari")
     return fixed
 
 

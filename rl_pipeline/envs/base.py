@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 
 from rl_pipeline.config.settings import EnvSettings
 from rl_pipeline.envs.spaces import Flattener, read_actions
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.types import Discrete, EnvSpec, Episode, MultiDiscrete, Step
 
 
@@ -66,7 +67,7 @@ class BaseVecEnv(ABC):
         self._name = f"env={env.name} ({task}, backend={backend})"
         mode = metadata.get("autoreset_mode")
         if mode != AutoresetMode.NEXT_STEP:
-            raise ValueError(
+            raise ConfigError(
                 f"{self._name} resets in mode {getattr(mode, 'name', mode)}; only NEXT_STEP is "
                 "understood, where the step after an end resets"
             )
@@ -76,7 +77,7 @@ class BaseVecEnv(ABC):
             self._flatten = Flattener(observation_space, self._name, flat)
             observation_space = spaces.Box(-np.inf, np.inf, (self._flatten.size,), flat)
         if not isinstance(observation_space, spaces.Box):
-            raise ValueError(
+            raise ConfigError(
                 f"{self._name} observes a {type(observation_space).__name__} space; only Box is "
                 "supported: set env.flatten_obs=true to observe its parts as one vector"
             )

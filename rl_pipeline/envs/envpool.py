@@ -11,6 +11,7 @@ import numpy as np
 
 from rl_pipeline.config.settings import EnvSettings
 from rl_pipeline.envs.base import BaseVecEnv, RawStep, env_seeds
+from rl_pipeline.errors import ConfigError
 
 # Where an argument of EnvPool's is set in our configuration.
 _OURS = {
@@ -118,7 +119,7 @@ def _make(env: EnvSettings, num_envs: int, seed: int, num_threads: int) -> Any:
     try:
         import envpool
     except ImportError as error:
-        raise ValueError(
+        raise ConfigError(
             f"backend=envpool needs the package envpool (Linux only), which does not import here "
             f"({error}): pip install envpool, or use backend=gymnasium"
         ) from error
@@ -127,7 +128,7 @@ def _make(env: EnvSettings, num_envs: int, seed: int, num_threads: int) -> Any:
     if task not in known:
         near = difflib.get_close_matches(str(task), known, n=3)
         hint = f"near matches: {', '.join(near)}" if near else "see envpool.list_all_envs()"
-        raise ValueError(
+        raise ConfigError(
             f"env.envpool_id={task} does not exist in EnvPool; {hint}; or use backend=gymnasium"
         )
     arguments = {
@@ -145,21 +146,21 @@ def _make(env: EnvSettings, num_envs: int, seed: int, num_threads: int) -> Any:
         accepted = set(envpool.make_spec(task).config._fields) - ours.keys()
         for key in env.kwargs:
             if key in ours:
-                raise ValueError(f"env.kwargs.{key} cannot be set; use {ours[key]}")
+                raise ConfigError(f"env.kwargs.{key} cannot be set; use {ours[key]}")
             if key not in accepted:
-                raise ValueError(
+                raise ConfigError(
                     f"env.kwargs.{key} is not known to EnvPool's {task}; it accepts "
                     f"{', '.join(sorted(accepted))}"
                 )
     try:
         return envpool.make(task, env_type="gymnasium", **arguments, **deepcopy(env.kwargs))
     except ImportError as error:  # a system library: Procgen wants Qt
-        raise ValueError(f"EnvPool's {task} does not start here: {error}") from error
+        raise ConfigError(f"EnvPool's {task} does not start here: {error}") from error
     except TypeError as error:
         if not env.kwargs:
             raise
         reason = str(error).splitlines()[0]
-        raise ValueError(
+        raise ConfigError(
             f"env.kwargs={env.kwargs} do not fit EnvPool's {task}: {reason}"
         ) from error
 
@@ -169,7 +170,7 @@ def _atari_arguments(env: EnvSettings) -> dict[str, Any]:
     assert atari is not None
     if atari.noop_max == 0:
         # Its distribution over an empty range is undefined behaviour.
-        raise ValueError(
+        raise ConfigError(
             "env.atari.noop_max=0 does not work on backend=envpool; use 1 (FIRE counts as one) or "
             "backend=gymnasium"
         )

@@ -18,6 +18,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from rl_pipeline.config.settings import EnvSettings, WrapperSettings
 from rl_pipeline.envs import randomness, snapshot
 from rl_pipeline.envs.base import BaseVecEnv, RawStep, env_seeds
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.types import Continuous, StateError
 
 
@@ -227,7 +228,7 @@ def _whole(envs: Sequence[gym.Env]) -> list[Any]:
 def _make(env: EnvSettings, **fixed) -> gym.Env:
     """One environment of the task; `fixed` arguments come before `env.kwargs`."""
     if "max_episode_steps" in env.kwargs:
-        raise ValueError("env.kwargs.max_episode_steps cannot be set; use env.max_episode_steps")
+        raise ConfigError("env.kwargs.max_episode_steps cannot be set; use env.max_episode_steps")
     limit = {} if env.max_episode_steps is None else {"max_episode_steps": env.max_episode_steps}
     try:
         # Our own checks replace the passive checker's.
@@ -235,7 +236,7 @@ def _make(env: EnvSettings, **fixed) -> gym.Env:
             env.id, disable_env_checker=True, **limit, **{**fixed, **deepcopy(env.kwargs)}
         )
     except gym.error.DependencyNotInstalled as error:
-        raise ValueError(
+        raise ConfigError(
             f"env.id={env.id} needs a package that is not installed: {error}"
         ) from error
     except (gym.error.Error, ModuleNotFoundError) as error:
@@ -247,11 +248,11 @@ def _make(env: EnvSettings, **fixed) -> gym.Env:
             hint += "; or use backend=envpool"
         if isinstance(error, ModuleNotFoundError):
             hint = "; pip install the package that registers it into this environment" + hint
-        raise ValueError(f"Gymnasium cannot make env.id={env.id}: {error}{hint}") from error
+        raise ConfigError(f"Gymnasium cannot make env.id={env.id}: {error}{hint}") from error
     except TypeError as error:
         if not env.kwargs:
             raise
-        raise ValueError(f"env.kwargs={env.kwargs} do not fit env.id={env.id}: {error}") from error
+        raise ConfigError(f"env.kwargs={env.kwargs} do not fit env.id={env.id}: {error}") from error
     for wrapper in env.wrappers:
         made = _wrapped(made, wrapper)
     return made
@@ -262,20 +263,20 @@ def _wrapped(env: gym.Env, wrapper: WrapperSettings) -> gym.Env:
     try:
         kind = getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise ValueError(f"env.wrappers: {wrapper.name} does not import: {error}") from error
+        raise ConfigError(f"env.wrappers: {wrapper.name} does not import: {error}") from error
     except AttributeError as error:
         near = difflib.get_close_matches(name, dir(sys.modules[module]), n=3)
         hint = f"; near matches: {', '.join(near)}" if near else ""
-        raise ValueError(f"env.wrappers: {module} has no {name}{hint}") from error
+        raise ConfigError(f"env.wrappers: {module} has no {name}{hint}") from error
     try:
         made = kind(env, **deepcopy(wrapper.kwargs))
     except (TypeError, ValueError, AssertionError) as error:
-        raise ValueError(
+        raise ConfigError(
             f"env.wrappers: {wrapper.name} does not take this environment with "
             f"kwargs={wrapper.kwargs}: {error}"
         ) from error
     if not isinstance(made, gym.Env):
-        raise ValueError(f"env.wrappers: {wrapper.name} gives no Gymnasium environment: {made!r}")
+        raise ConfigError(f"env.wrappers: {wrapper.name} gives no Gymnasium environment: {made!r}")
     return made
 
 
@@ -291,7 +292,7 @@ def _make_atari(env: EnvSettings, informs: bool) -> gym.Env:
     try:
         from rl_pipeline.envs.atari import AtariEnv, emulator_settings
     except ImportError as error:
-        raise ValueError(
+        raise ConfigError(
             f"env.id={env.id} on backend=gymnasium needs ale-py and opencv-python-headless: "
             f"pip install them, or use backend=envpool ({error})"
         ) from error

@@ -12,6 +12,7 @@ import numpy as np
 from rl_pipeline.config.settings import EnvSettings
 from rl_pipeline.envs import randomness
 from rl_pipeline.envs.base import BaseVecEnv, RawStep, env_seeds
+from rl_pipeline.errors import ConfigError
 
 
 class GymnasiumNativeVecEnv(BaseVecEnv):
@@ -77,7 +78,7 @@ def _refuse_lives(env: EnvSettings, vec: Any) -> None:
     """ALE's vector environment starts a new game after every lost life: another task."""
     if vec.reset()[1]["lives"].any():
         vec.close()
-        raise ValueError(
+        raise ConfigError(
             f"env={env.name} has lives, and backend=gymnasium_native would start a new game after "
             "each; set env.atari.episodic_life=false, or use another backend"
         )
@@ -93,7 +94,7 @@ def _make(env: EnvSettings, num_envs: int, num_threads: int) -> Any:
         try:
             import ale_py
         except ImportError as error:
-            raise ValueError(
+            raise ConfigError(
                 f"env.id={env.id} on backend=gymnasium_native needs ale-py: pip install it, or use "
                 f"backend=envpool ({error})"
             ) from error
@@ -103,12 +104,12 @@ def _make(env: EnvSettings, num_envs: int, num_threads: int) -> Any:
     except (gym.error.Error, ModuleNotFoundError) as error:
         near = difflib.get_close_matches(env.id, gym.registry, n=3)
         hint = f"; near matches: {', '.join(near)}" if near else ""
-        raise ValueError(
+        raise ConfigError(
             f"backend=gymnasium_native finds no vectorised form of env.id={env.id} "
             f"({error}){hint}; use backend=gymnasium"
         ) from error
     if spec.vector_entry_point is None:
-        raise ValueError(
+        raise ConfigError(
             f"env={env.name} ({env.id}) has no vectorised form of its own (vector_entry_point); "
             "use backend=gymnasium, or backend=envpool where it has the task"
         )
@@ -118,7 +119,7 @@ def _make(env: EnvSettings, num_envs: int, num_threads: int) -> Any:
     if env.kind == "atari":
         arguments = _atari_arguments(env, num_threads)
     if clash := arguments.keys() & env.kwargs.keys():
-        raise ValueError(f"env.kwargs cannot set {', '.join(sorted(clash))}; use env.* for it")
+        raise ConfigError(f"env.kwargs cannot set {', '.join(sorted(clash))}; use env.* for it")
     kwargs = deepcopy(env.kwargs)
     try:
         return gym.make_vec(
@@ -129,7 +130,7 @@ def _make(env: EnvSettings, num_envs: int, num_threads: int) -> Any:
             **kwargs,
         )
     except TypeError as error:
-        raise ValueError(
+        raise ConfigError(
             f"the vectorised form of env.id={env.id} does not take these arguments: {error}"
         ) from error
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.types import ActionSpace, Continuous, Discrete, MultiBinary, MultiDiscrete
 
 
@@ -26,7 +27,7 @@ def read_actions(space: Space, name: str) -> tuple[ActionSpace, Any]:
             return MultiBinary(space.shape[0]), 0
         case spaces.Box() if kind == "f":
             return Continuous(space.low.astype(np.float32), space.high.astype(np.float32)), 0
-    raise ValueError(
+    raise ConfigError(
         f"{name} takes actions of {space}; only Discrete, MultiDiscrete and MultiBinary of one "
         "dimension, and Box of floats are supported: use env.wrappers to change it"
     )
@@ -48,7 +49,7 @@ class Flattener:
                 leaf, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary
             ):
                 where = f" at {'.'.join(map(str, path))}" if path else ""
-                raise ValueError(
+                raise ConfigError(
                     f"{name} observes a {type(leaf).__name__} space{where}, which cannot be "
                     "flattened; remove it with env.wrappers"
                 )

@@ -12,6 +12,7 @@ from rl_pipeline.config.settings import DQNSettings, NetworkSettings
 from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.engine.runtime import Runtime, stream_seed
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.learners.losses import DQNTerms, dqn_loss, td_target
 from rl_pipeline.learners.networks import QNetwork
 from rl_pipeline.learners.policies import EpsilonGreedy, QPolicy
@@ -34,7 +35,7 @@ class DQN:
     ) -> None:
         """Raise ValueError for actions that are not Discrete."""
         if not isinstance(spec.action, Discrete):
-            raise ValueError(
+            raise ConfigError(
                 f"algo=dqn needs discrete actions, {spec.id} takes {spec.action.shape} real "
                 "numbers; use algo=ppo"
             )
@@ -53,7 +54,7 @@ class DQN:
             np.random.default_rng(stream_seed(runtime.seed, "act")),
         )  # fmt: skip
         self.policy = QPolicy(self._net, self.params, explore, runtime, phases)
-        self._step = runtime.gradient_step(
+        self._gradient_step = runtime.gradient_step(
             "update", self._loss, self.params, settings.adam_eps, settings.max_grad_norm,
             frozen=[self.target],
         )  # fmt: skip
@@ -69,7 +70,7 @@ class DQN:
         """
         cfg = self._cfg
         rate = cfg.learning_rate * (1 - progress if cfg.anneal_lr else 1.0)
-        priority, *scalars = self._step(rate, None, *self._tensors(batch))
+        priority, *scalars = self._gradient_step(rate, None, *self._tensors(batch))
         self._updates += 1
         self.policy.version = self._updates
         if self._updates % cfg.target_every == 0:
@@ -116,7 +117,7 @@ class DQN:
 
     def skipped_updates(self) -> int:
         """See `types.Learner`."""
-        return self._step.skipped()
+        return self._gradient_step.skipped()
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class DQN:
         return {
             "params": self.params.values.detach().cpu().clone(),
             "target": self.target.values.detach().cpu().clone(),
-            "optimizer": self._step.adam.state_dict(),
+            "optimizer": self._gradient_step.adam.state_dict(),
             "explore_rng": self.policy.explore.rng.bit_generator.state,
             "updates": self._updates,
         }
@@ -134,7 +135,7 @@ class DQN:
         """Strict inverse of `state_dict`; exact on every device: exploration is drawn in numpy."""
         self.params.load(state["params"].to(self._device))
         self.target.load(state["target"].to(self._device))
-        self._step.adam.load_state_dict(state["optimizer"])
+        self._gradient_step.adam.load_state_dict(state["optimizer"])
         self.policy.explore.rng.bit_generator.state = state["explore_rng"]
         self._updates = state["updates"]
         return True

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rl_pipeline.config.settings import NetworkSettings
 from rl_pipeline.engine.precision import FP32, Arithmetic
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.learners.distributions import Distribution, Gaussian
 from rl_pipeline.types import EnvSpec
 
@@ -83,7 +84,7 @@ def _scaled(x: Tensor, low: float, scale: float) -> Tensor:
 def _pixel_scales(spec: EnvSpec) -> tuple[list[float], list[float]]:
     """Lowest value and 1 / range of each channel.
 
-    Raises ValueError where the space does not tell them.
+    Raises ConfigError where the space does not tell them.
     """
     shape, kind = spec.obs_shape, spec.obs_dtype
     bounds = spec.obs_bounds
@@ -102,7 +103,7 @@ def _pixel_scales(spec: EnvSpec) -> tuple[list[float], list[float]]:
         else:
             ranges = (high - low)[:, 0]
             return low[:, 0].tolist(), (1 / np.where(ranges > 0, ranges, 1)).tolist()
-    raise ValueError(
+    raise ConfigError(
         f"network=nature_cnn scales images to [0, 1] by the bounds of their space, and {spec.id} "
         f"({kind}) has none that serve: {why}; give its Box a finite low and high for each "
         "channel, by env.wrappers for example, or use network=mlp"
@@ -145,7 +146,7 @@ def make_trunk(
 ) -> tuple[Trunk, int]:
     """Features of an observation, and their number.
 
-    Raises ValueError for observations that the network does not take.
+    Raises ConfigError for observations that the network does not take.
     nature_cnn: Mnih et al. 2015 (doi:10.1038/nature14236), table of methods.
     """
     obs_shape = spec.obs_shape
@@ -157,7 +158,7 @@ def make_trunk(
             return Trunk([Floats(arithmetic.wide), *layers], arithmetic), width
         case "nature_cnn":
             if len(obs_shape) != 3 or min(obs_shape[1:]) < 36:
-                raise ValueError(
+                raise ConfigError(
                     f"network=nature_cnn needs images [channels, height, width] of at least 36x36, "
                     f"the environment observes {list(obs_shape)}; use network=mlp, a wrapper that "
                     "puts channels first, or a larger env.atari.screen_size"

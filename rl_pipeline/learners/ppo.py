@@ -12,6 +12,7 @@ from rl_pipeline.config.settings import NetworkSettings, PPOSettings
 from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.engine.runtime import Runtime
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.learners.distributions import Gaussian, make_distribution
 from rl_pipeline.learners.losses import PPOTerms, gae, ppo_loss, row_weights
 from rl_pipeline.learners.networks import ActorCritic
@@ -39,7 +40,7 @@ class PPO:
         self._device = runtime.device
         self._dist = make_distribution(spec.action)
         if settings.log_std_init and not isinstance(self._dist, Gaussian):
-            raise ValueError(
+            raise ConfigError(
                 f"algo.log_std_init={settings.log_std_init:g} has no effect on the discrete "
                 f"actions of {spec.id}; leave it out"
             )
@@ -60,7 +61,7 @@ class PPO:
         )
         self._score = runtime.compile("score", self._log_prob_value, [self.params])
         self._advantage = runtime.capture_once("advantage", self._advantage_target)
-        self._step = runtime.gradient_step(
+        self._gradient_step = runtime.gradient_step(
             "update", self._loss, self.params, settings.adam_eps, settings.max_grad_norm
         )
 
@@ -72,7 +73,7 @@ class PPO:
         Metrics are tensors: reading them is the caller's moment to wait for the device. They are
         means over the minibatches that had a valid row; a rollout without one teaches nothing.
         """
-        cfg, before = self._cfg, self._step.attempted
+        cfg, before = self._cfg, self._gradient_step.attempted
         rate = cfg.learning_rate * (1 - progress if cfg.anneal_lr else 1.0)
         if not rollout.env_steps:
             return {"loss/learning_rate": rate}, 0
@@ -82,7 +83,7 @@ class PPO:
         counted: list[Tensor] = []
         for _ in range(cfg.num_epochs):
             order = self._order(len(batch[0]))
-            epoch, norm = self._step(rate, order, *batch)
+            epoch, norm = self._gradient_step(rate, order, *batch)
             # 1 for minibatches with a valid row, 0 for others.
             counted.append((batch[-1] if order is None else batch[-1][order]).amax(-1).view(-1))
             # Nothing is read back until the log tick.
@@ -106,12 +107,12 @@ class PPO:
         metrics["loss/grad_norm"] = share @ torch.cat(norms)
         metrics["loss/explained_variance"] = explained_variance
         metrics["loss/learning_rate"] = rate
-        self.policy.version = self._step.attempted
-        return metrics, self._step.attempted - before
+        self.policy.version = self._gradient_step.attempted
+        return metrics, self._gradient_step.attempted - before
 
     def skipped_updates(self) -> int:
         """See `types.Learner`."""
-        return self._step.skipped()
+        return self._gradient_step.skipped()
 
     def _order(self, rows: int) -> Tensor | None:
         """All rows once in random order, as minibatches [K, M]; None for a single one."""
@@ -193,7 +194,7 @@ class PPO:
         return {
             "device": self._device.type,
             "params": self.params.values.detach().cpu().clone(),
-            "optimizer": self._step.adam.state_dict(),
+            "optimizer": self._gradient_step.adam.state_dict(),
             "normalize_obs": self._normalize_obs.state_dict(),
             "normalize_reward": self._normalize_reward.state_dict(),
             "act_rng": self.policy.rng.get_state(),
@@ -207,7 +208,7 @@ class PPO:
         seeds that the run has not used before.
         """
         self.params.load(state["params"].to(self._device))
-        self._step.adam.load_state_dict(state["optimizer"])
+        self._gradient_step.adam.load_state_dict(state["optimizer"])
         self._normalize_obs.load_state_dict(state["normalize_obs"])
         self._normalize_reward.load_state_dict(state["normalize_reward"])
         exact = state["device"] == self._device.type

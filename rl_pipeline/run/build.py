@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -207,24 +206,13 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _is_ours(error: ValueError) -> bool:
-    """Raised by this package, for the user; not from within an environment or a library."""
-    *_, last = traceback.walk_tb(error.__traceback__)
-    return Path(last[0].f_code.co_filename).is_relative_to(origins.PACKAGE)
-
-
 def train(cfg: DictConfig) -> dict[str, Any]:
     """Run one job of a Hydra app; returns result.json's object."""
     hydra = HydraConfig.get()
     settings = load.load(cfg, list(hydra.overrides.task))
     overrides = [o for o in hydra.overrides.task if not o.startswith("resume=")]
     folder = Path(hydra.runtime.output_dir)
-    try:
-        session, state = make_session(settings, folder, overrides, origins.origin(hydra))
-    except ValueError as error:
-        if not _is_ours(error):
-            raise
-        raise ConfigError(str(error)) from error
+    session, state = make_session(settings, folder, overrides, origins.origin(hydra))
     session.stop.reason = stop.asked()
     for what, why in session.facts.reasons.items():
         session.progress.message(f"{what}: {why}")

@@ -12,6 +12,7 @@ import numpy as np
 from rl_pipeline.config.settings import DQNSettings, PPOSettings, ReplayAlgorithm, Settings
 from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.engine.runtime import Runtime, stream_seed
+from rl_pipeline.errors import ConfigError
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.schedule import Pace
 from rl_pipeline.types import EnvSpec, Learner, ReplayBuffer, ReplayLearner, VecEnv
@@ -101,7 +102,7 @@ def make_replay(
     """
     wanted, device, ledger = settings.buffer, runtime.device, runtime.transfers
     if wanted.placement != "cpu" and device.type == "cpu":
-        raise ValueError(
+        raise ConfigError(
             f"buffer.placement={wanted.placement} is for a GPU and this run is on the CPU "
             f"({runtime.device_reason}); use buffer.placement=cpu"
         )

@@ -138,7 +138,7 @@ class Study(Callback):
         from rl_pipeline.config.cli import levels
 
         try:
-            found = measure.compare(
+            comparison = measure.compare(
                 study, baseline=levels(self._settings.baseline or {}),
                 threshold=self._settings.threshold,
             )  # fmt: skip
@@ -149,12 +149,12 @@ class Study(Callback):
                 if not run.finished:
                     print(plain(f"{run.status} {run.name}\n    {run.reason}"))
             return [], {}
-        tables.print_comparison(found)
-        files = tables.write_comparison(found, folder / "comparison")
+        tables.print_comparison(comparison)
+        files = tables.write_comparison(comparison, folder / "comparison")
         print(f"page    {shown_path(str(folder / 'comparison' / 'index.html'))}")
-        tags = {"answer": findings.in_one_line(found)}
+        tags = {"answer": findings.in_one_line(comparison)}
         # For a later comparison: the first to run, where none was named, is known only here.
-        base = ",".join(f"{k}={v}" for k, v in found.baseline.items())
+        base = ",".join(f"{k}={v}" for k, v in comparison.baseline.items())
         if base.count("=") == base.count(",") + 1:  # as it can be read again
             tags["baseline"] = base
         return files, tags
