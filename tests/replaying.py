@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
+import torch
 
+from rl_pipeline.buffers.device import DeviceReplay
+from rl_pipeline.buffers.replay import Priorities, Replay
 from rl_pipeline.types import Discrete, EnvSpec, Step
 
 FRAME = (2, 2)
@@ -165,3 +169,74 @@ class Model:
         discount = 0.0 if row.terminated else self.gamma ** (i + 1)
         first = history[k]
         return first.obs, first.action, total, discount, history[k + i + 1].obs
+
+
+KINDS = ["host", "device"]
+
+
+def make(kind: str, spec, capacity, **options):
+    if kind == "device":  # the code of placement=cuda, on the CPU
+        return DeviceReplay(spec, capacity, device=torch.device("cpu"), **options)
+    return Replay(spec, capacity, **options)
+
+
+def check_batch(batch, model: Model, priorities: Priorities | None, progress: float) -> None:
+    """Every drawn transition is the model's, and its weight follows from its probability."""
+    num_envs = len(model.envs)
+    drawable = set(model.drawable())
+    masses = []
+    for b, number in enumerate(np.asarray(batch.ids).tolist()):
+        k, e = divmod(number, num_envs)
+        assert (e, k) in drawable
+        obs, action, reward, discount, next_obs = model.transition(e, k)
+        np.testing.assert_array_equal(batch.obs[b], obs)
+        np.testing.assert_array_equal(batch.next_obs[b], next_obs)
+        assert batch.action[b] == action
+        assert batch.reward[b] == pytest.approx(reward)
+        assert batch.discount[b] == pytest.approx(discount)
+        if priorities:
+            masses.append(model.history[e][k].priority ** priorities.alpha)
+    if priorities:
+        weights = (min(masses) / np.array(masses)) ** priorities.beta_at(progress)
+        np.testing.assert_allclose(batch.weight, weights, rtol=1e-5)
+    else:
+        assert (batch.weight == 1).all()
+
+
+def tree_of(buffer) -> tuple[np.ndarray, float]:
+    """Leaves and root."""
+    tree = np.asarray(buffer._tree)
+    return tree[: buffer.layout.capacity], tree[int(buffer._starts[-1])]
+
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def outcome(n, reward=0.0, terminated=False, truncated=False, valid=True, ids=None) -> Step:
+    """A step of n environments, all alike."""
+    full = lambda value, dtype: np.full(n, value, dtype)  # noqa: E731
+    return Step(
+        np.zeros((n, 1)), full(reward, np.float32), full(reward, np.float32),
+        full(terminated, bool), full(truncated, bool), full(valid, bool),
+        np.arange(n, dtype=np.int32) if ids is None else np.asarray(ids, np.int32),
+    )  # fmt: skip
+
+
+def scalar_spec(num_envs=1) -> EnvSpec:
+    return EnvSpec("s", "s", num_envs, (1,), np.dtype(np.float32), Discrete(10))
+
+
+def add_row(buffer, number: float, **step) -> None:
+    """One row of environment 0 whose observation is `number`."""
+    buffer.add(np.full((1, 1), number, np.float32), np.zeros(1, int), {}, outcome(1, **step))
+
+
+def play(buffer, model: Model, steps: int, seed: int = 0) -> None:
+    """Fill both with the same games, all environments at once."""
+    rng = np.random.default_rng(seed)
+    n = len(model.envs)
+    for _ in range(steps):
+        ends = rng.choice([None, "terminated", "truncated", "life"], n, p=[0.85, 0.05, 0.05, 0.05])
+        rewards = rng.integers(-5, 6, n).astype(float).tolist()
+        obs, action, step = model.step(list(range(n)), ends.tolist(), rewards)
+        buffer.add(obs, action, {}, step)

@@ -4,51 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from replaying import Model, make_spec
+from replaying import KINDS, Model, check_batch, make, make_spec, tree_of
 
-from rl_pipeline.buffers.device import DeviceReplay
-from rl_pipeline.buffers.replay import Priorities, Replay
-
-KINDS = ["host", "device"]
-
-
-def make(kind: str, spec, capacity, **options):
-    if kind == "device":  # the code of placement=cuda, on the CPU
-        return DeviceReplay(spec, capacity, device=torch.device("cpu"), **options)
-    return Replay(spec, capacity, **options)
-
-
-def check_batch(batch, model: Model, priorities: Priorities | None, progress: float) -> None:
-    """Every drawn transition is the model's, and its weight follows from its probability."""
-    num_envs = len(model.envs)
-    drawable = set(model.drawable())
-    masses = []
-    for b, number in enumerate(np.asarray(batch.ids).tolist()):
-        k, e = divmod(number, num_envs)
-        assert (e, k) in drawable
-        obs, action, reward, discount, next_obs = model.transition(e, k)
-        np.testing.assert_array_equal(batch.obs[b], obs)
-        np.testing.assert_array_equal(batch.next_obs[b], next_obs)
-        assert batch.action[b] == action
-        assert batch.reward[b] == pytest.approx(reward)
-        assert batch.discount[b] == pytest.approx(discount)
-        if priorities:
-            masses.append(model.history[e][k].priority ** priorities.alpha)
-    if priorities:
-        weights = (min(masses) / np.array(masses)) ** priorities.beta_at(progress)
-        np.testing.assert_allclose(batch.weight, weights, rtol=1e-5)
-    else:
-        assert (batch.weight == 1).all()
-
-
-def tree_of(buffer) -> tuple[np.ndarray, float]:
-    """Leaves and root."""
-    tree = np.asarray(buffer._tree)
-    return tree[: buffer.layout.capacity], tree[int(buffer._starts[-1])]
-
+from rl_pipeline.buffers.replay import Priorities
 
 END = st.sampled_from([None, None, None, "terminated", "truncated", "life"])
 PRIORITY = st.floats(1e-6, 1e6)

@@ -5,44 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from replaying import Model, make_spec
-from test_buffers import KINDS, make, tree_of
+from replaying import (
+    Model,
+    add_row,
+    each_kind,
+    make,
+    make_spec,
+    outcome,
+    scalar_spec,
+    tree_of,
+)
 
 from rl_pipeline.buffers.replay import Priorities, Replay, Sequences
-from rl_pipeline.types import Continuous, Discrete, EnvSpec, Step
-
-each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def outcome(n, reward=0.0, terminated=False, truncated=False, valid=True, ids=None) -> Step:
-    """A step of n environments, all alike."""
-    full = lambda value, dtype: np.full(n, value, dtype)  # noqa: E731
-    return Step(
-        np.zeros((n, 1)), full(reward, np.float32), full(reward, np.float32),
-        full(terminated, bool), full(truncated, bool), full(valid, bool),
-        np.arange(n, dtype=np.int32) if ids is None else np.asarray(ids, np.int32),
-    )  # fmt: skip
-
-
-def scalar_spec(num_envs=1) -> EnvSpec:
-    return EnvSpec("s", "s", num_envs, (1,), np.dtype(np.float32), Discrete(10))
-
-
-def add_row(buffer, number: float, **step) -> None:
-    """One row of environment 0 whose observation is `number`."""
-    buffer.add(np.full((1, 1), number, np.float32), np.zeros(1, int), {}, outcome(1, **step))
-
-
-def play(buffer, model: Model, steps: int, seed: int = 0) -> None:
-    """Fill both with the same games, all environments at once."""
-    rng = np.random.default_rng(seed)
-    n = len(model.envs)
-    for _ in range(steps):
-        ends = rng.choice([None, "terminated", "truncated", "life"], n, p=[0.85, 0.05, 0.05, 0.05])
-        rewards = rng.integers(-5, 6, n).astype(float).tolist()
-        obs, action, step = model.step(list(range(n)), ends.tolist(), rewards)
-        buffer.add(obs, action, {}, step)
-
+from rl_pipeline.types import Continuous, EnvSpec, Step
 
 # -- n-step windows ------------------------------------------------------------------------------
 

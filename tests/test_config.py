@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
+from zipfile import ZipFile
 
 import ale_py
 import envpool
@@ -383,9 +384,17 @@ def test_the_working_directory_adds_options(cli):
     assert "gamma: 0.123" in out.stdout
 
 
-def test_the_configuration_ships_with_the_package():
-    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    assert '"conf" = "rl_pipeline/conf"' in text
+@pytest.mark.slow
+def test_what_the_code_reads_ships_in_the_wheel(tmp_path):
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=root, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    shipped = set(ZipFile(wheel).namelist())
+    read = [p.relative_to(root) for p in (root / "conf").rglob("*.yaml")]
+    assert read and {f"rl_pipeline/{path}" for path in read} <= shipped
+    package = [p for kind in ("*.py", "*.j2") for p in (root / "rl_pipeline").rglob(kind)]
+    assert {str(p.relative_to(root)) for p in package} <= shipped
 
 
 def test_a_default_in_yaml_is_the_default_of_its_model():

@@ -154,7 +154,11 @@ def test_images_act_through_torch():
     runtime = Runtime(CPU, "", ThreadPlan(1, 1, 1, 1), seed=3)
     dqn = DQN(DQNSettings(name="dqn"), network, spec, runtime, NullPhases())
     assert numpy_forward(dqn._net) is None
-    assert dqn.policy.act_greedy(np.zeros((2, 4, 84, 84), np.uint8)).shape == (2,)
+    obs = np.random.default_rng(0).integers(0, 256, (64, 4, 84, 84), np.uint8)
+    with torch.no_grad():
+        expected = dqn._net(torch.from_numpy(obs)).argmax(1)
+    assert dqn.policy.act_greedy(obs).tolist() == expected.tolist()
+    assert len(set(expected.tolist())) > 1
 
 
 def test_epsilon_falls_linearly_then_stays():

@@ -7,37 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from agents import BOX, CPU, learner, random_rollout, spec
 from torch.distributions import Categorical, Independent, Normal
 
-from rl_pipeline.buffers.rollout import Rollout, RolloutBuffer
-from rl_pipeline.config.settings import NetworkSettings, PPOSettings
+from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.engine.flat import FlatParameters
-from rl_pipeline.engine.phases import NullPhases
-from rl_pipeline.engine.runtime import Runtime, ThreadPlan
 from rl_pipeline.learners.distributions import make_distribution
 from rl_pipeline.learners.losses import gae, masked_standardize, ppo_loss, row_weights
 from rl_pipeline.learners.normalizers import ObsNormalizer, RewardNormalizer
-from rl_pipeline.learners.ppo import PPO
-from rl_pipeline.types import Continuous, Discrete, EnvSpec, Step
-
-CPU = torch.device("cpu")
-BOX = Continuous(np.full(2, -1, np.float32), np.full(2, 1, np.float32))
-
-
-def spec(num_envs: int = 4, action: Discrete | Continuous | None = None) -> EnvSpec:
-    return EnvSpec("test", "test", num_envs, (3,), np.dtype(np.float32), action or Discrete(2))
-
-
-def learner(
-    num_envs: int = 4,
-    action: Discrete | Continuous | None = None,
-    runtime: Runtime | None = None,
-    **cfg,
-) -> PPO:
-    runtime = runtime or Runtime(CPU, "", ThreadPlan(1, 1, 1, 1), seed=3)
-    options = {"name": "ppo", "horizon": 8, "num_minibatches": 2} | cfg
-    network = NetworkSettings(name="mlp", hidden=(16,))
-    return PPO(PPOSettings(**options), network, spec(num_envs, action), runtime, NullPhases())
+from rl_pipeline.types import Continuous, Discrete, Step
 
 
 def estimate(reward, discount, ended, valid, values, gamma=0.9, lam=1.0):
@@ -140,27 +118,6 @@ def test_standardize_matches_numpy():
     out = masked_standardize(x, valid, row_weights(valid))[:3]
     ref = np.array([1.0, 5.0, 2.0])
     assert out.numpy() == pytest.approx((ref - ref.mean()) / ref.std(ddof=1), rel=1e-5)
-
-
-def random_rollout(agent: PPO, num_envs=4, horizon=8, action=None, seed=0) -> Rollout:
-    """A rollout acted by `agent`, with one termination, one truncation and their reset rows."""
-    rng = np.random.default_rng(seed)
-    buffer = RolloutBuffer(spec(num_envs, action), horizon, agent.policy.extras, CPU)
-    obs = rng.normal(size=(num_envs, 3)).astype(np.float32)
-    ended = np.zeros(num_envs, bool)
-    for t in range(horizon):
-        acted, extras = agent.policy.act(obs, 0.0)
-        terminated, truncated = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
-        terminated[0], truncated[1] = t == 2, t == 4
-        valid, reward = ~ended, rng.normal(size=num_envs).astype(np.float32) * ~ended
-        following = rng.normal(size=(num_envs, 3)).astype(np.float32)
-        step = Step(
-            following, reward, reward, terminated, truncated, valid,
-            np.arange(num_envs, dtype=np.int32),
-        )  # fmt: skip
-        buffer.add(obs, acted, extras, step)
-        obs, ended = following, terminated | truncated
-    return buffer.take(obs)
 
 
 @pytest.mark.parametrize("action", [Discrete(2), BOX], ids=["discrete", "gaussian"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from agents import BOX, CPU, learner, random_rollout
 from conftest import settings
-from test_ppo import BOX, CPU, learner, random_rollout
 
 from rl_pipeline.config.settings import NetworkSettings
 from rl_pipeline.engine.flat import FlatParameters

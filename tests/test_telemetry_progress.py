@@ -2,7 +2,7 @@
 
 import io
 
-from rl_pipeline.telemetry.progress import NullProgress, Progress, ProgressView
+from rl_pipeline.telemetry.progress import Progress, ProgressView
 
 PHASES = {"act": 0.34, "env": 0.22, "learn": 0.4, "log": 0.001}
 
@@ -55,11 +55,3 @@ def test_a_terminal_gets_few_frames_and_messages_stay(monkeypatch):
     assert 4 <= frames <= 5, "one at once, then four a second; the message draws the last again"
     assert "■ learn" in stream.getvalue() and "evaluated: 200 [20 episodes]" in stream.getvalue()
     progress.close()
-
-
-def test_null_progress_has_the_same_calls():
-    progress = NullProgress()
-    progress.update(view(1))
-    progress.message("x")
-    progress.close()
-    assert progress.cpu_s == 0.0

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import Cli
@@ -298,6 +299,10 @@ def test_a_job_that_hangs_is_stopped_and_reported(cli):
     out = cli("-m", "seed=1", *SHORT, "total_steps=1e8", "hydra.launcher.timeout_s=8")
     assert out.returncode == 1
     assert "hydra.launcher.timeout_s=8" in out.stdout
+    (result,) = cli.results()
+    assert (result["status"], result["reason"]) == ("killed", "SIGTERM")
+    alive = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]]
+    assert not [words for words in alive if any(result["folder"] in word for word in words)]
 
 
 def test_pixels_train_on_the_real_game(cli):
@@ -311,6 +316,7 @@ def test_pixels_train_on_the_real_game(cli):
     assert result["counters"]["updates"] == 3 * 4
     rows = [json.loads(x) for p in cli.cwd.rglob("metrics.jsonl") for x in p.open()]
     assert all(np.isfinite(r["metrics"]["loss/total"]) for r in rows)
+    assert any(r["metrics"]["loss/approx_kl"] > 0 for r in rows), "an update moves the policy"
 
 
 @pytest.mark.slow

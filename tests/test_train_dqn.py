@@ -20,9 +20,12 @@ SHORT = (
 
 
 def train(folder: Path, *overrides: str) -> dict:
-    """A run in this process; returns result.json's object."""
+    """A run in this process whose updates move the network; returns result.json's object."""
     session, _ = build.make_session(settings(*overrides), folder, list(overrides))
-    return session.run()
+    before = session.learner.state_dict()["params"].clone()
+    result = session.run()
+    assert not torch.equal(session.learner.state_dict()["params"], before)
+    return result
 
 
 def only(folder: Path, name: str) -> Path:
