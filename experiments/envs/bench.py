@@ -79,6 +79,12 @@ SHORT = [
 ]
 
 
+def asked(defaults: list[str]) -> Options:
+    """The command line's options over `defaults`; a wrong one ends the program with code 2."""
+    with refusing("see the head of experiments/envs/bench.py"):
+        return cli.parse(Options, [*defaults, *sys.argv[1:]])
+
+
 def cells_of(options: Options, budget: int) -> list[Cell]:
     """All cells that exist, in the table's order."""
     threads = [t for t in options.threads if t <= budget] or [budget]
@@ -272,6 +278,7 @@ def log_sweep(
         return None
     from mlflow.entities import Metric
 
+    from rl_pipeline.tracking.notes import StoredRun
     from rl_pipeline.tracking.store import Store
 
     store = Store(parent["uri"])
@@ -282,13 +289,13 @@ def log_sweep(
                 number = isinstance(value, float) and key not in ("threads", "num_envs")
                 kinds[number][key] = value
         key_words = [row[k] for k in ("task", "backend", "num_envs", "threads") if row.get(k)]
-        request = {
-            "run_name": " ".join(map(str, key_words)), "params": kinds[False],
-            "started": time.time(), "run_key": uuid.uuid4().hex,
-            "parent_run_id": parent["run_id"], "tags": {"study": name} | commit,
-        }  # fmt: skip
-        run_id = store.run_id(parent["experiment_id"], request)
-        store.describe(run_id, request)
+        run = StoredRun(
+            uri=parent["uri"], experiment=name, params=kinds[False],
+            run_name=" ".join(map(str, key_words)), tags={"study": name} | commit,
+            started=time.time(), run_key=uuid.uuid4().hex, parent_run_id=parent["run_id"],
+        )  # fmt: skip
+        run_id = store.run_id(parent["experiment_id"], run)
+        store.describe(run_id, run)
         now = int(time.time() * 1000)
         metrics = [Metric(key, value, now, 0) for key, value in kinds[True].items()]
         for step, pair in enumerate(row.get("seconds_per_step", [])):
@@ -304,8 +311,7 @@ def main() -> None:
     """Measure, write, log; exit code 1 if a cell failed."""
     warnings.filterwarnings("ignore", message=".*precision lowered by casting")
     frame.refuse_changes()
-    with refusing("see the head of experiments/envs/bench.py"):
-        options = cli.parse(Options, [*(SHORT if frame.QUICK else []), *sys.argv[1:]])
+    options = asked(SHORT if frame.QUICK else [])
     facts = machine_facts()
     cells = cells_of(options, facts["cores"])
     rows = measure(options, cells)

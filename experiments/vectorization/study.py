@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 import warnings
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,8 @@ from rl_pipeline.comparison import figures, tables
 from rl_pipeline.terminal import shown_path
 
 HERE = Path(__file__).parent
-FULL = replace(bench.Options(), num_envs=(8, 64, 256), threads=(2,), repeats=3, out=str(HERE))
-SHORT = replace(FULL, num_envs=(8, 256), repeats=1, seconds=0.3, out=str(HERE / "runs" / "quick"))
+FULL = ["threads=2", "repeats=3", f"out={HERE}"]
+SHORT = [*bench.SHORT, "repeats=1", f"out={HERE / 'runs' / 'quick'}"]
 HEADER = "task | envs | way | env steps/s (spread) | times the naive loop (range)".split(" | ")
 
 
@@ -120,7 +118,7 @@ def write(out: Path, rows: list[dict[str, Any]], facts: dict[str, Any], options:
     ]  # fmt: skip
     text = f"{answer(rows)}\n{tables.markdown(HEADER, lines)}\nMachine: {bench.machine(facts)}\n"
     (out / "table.md").write_text(text)
-    content = {"facts": facts, "options": asdict(options) | {"out": ""}, "rows": rows}
+    content = {"facts": facts, "options": options.model_dump() | {"out": ""}, "rows": rows}
     (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
     above, below = [], []
     for task in dict.fromkeys(row["task"] for row in rows):
@@ -144,7 +142,7 @@ def main() -> None:
     """Measure and write."""
     warnings.filterwarnings("ignore", message=".*precision lowered by casting")
     frame.refuse_changes()
-    options = bench.parse(sys.argv[1:], SHORT if frame.QUICK else FULL)
+    options = bench.asked(SHORT if frame.QUICK else FULL)
     if len(options.threads) > 1:
         raise SystemExit("threads=... takes one number here: a way is one line of the picture")
     facts = bench.machine_facts()
