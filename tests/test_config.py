@@ -439,3 +439,7 @@ def test_a_recipe_of_another_version_does_not_stop_a_resume(tmp_path):
     line = ["backend.num_envs=4", "algo.num_epochs=5", f"resume={tmp_path}"]
     with pytest.raises(ConfigError, match=r"algo.num_epochs from 33 to 5"):
         resume.check_resumed(load.load(compose(*line), line), begun)
+    # So is another choice, whose settings would else be dropped without a word.
+    line = ["backend.num_envs=4", "recipe=ppo_acrobot", f"resume={tmp_path}"]
+    with pytest.raises(ConfigError, match="resume cannot change algo"):
+        resume.check_resumed(load.load(compose(*line), line), begun)

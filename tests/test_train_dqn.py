@@ -117,6 +117,12 @@ def test_environments_that_restart_cut_the_replay(cli):
     assert ((after[:, 0] - obs[:, 0]).abs() < 0.02 * 4 * steps.round()).all()
 
 
+def test_evaluations_without_games_are_never_due(tmp_path):
+    """They would be at every turn, and close a window of the log each time."""
+    train(tmp_path, *SHORT, "buffer=uniform", "eval.episodes=0")
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) < 15
+
+
 def test_lanes_train(tmp_path):
     result = train(
         tmp_path, *SHORT, "buffer=uniform", "backend=envpool_async", "backend.num_envs=4"

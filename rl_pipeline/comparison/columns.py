@@ -53,12 +53,12 @@ class Column:
 
     def shown(self, value: float) -> str:
         """A cell of the table; empty where there is nothing to say."""
-        return f"{value * self.scale:{self.form}}" if value and not math.isnan(value) else ""
+        return f"{value * self.scale:{self.form}}" if not math.isnan(value) else ""
 
 
 COLUMNS = (
     Column("memory_bytes", "memory MB", _peak("cpu/rss_bytes"), scale=1e-6),
     Column("gpu_bytes", "GPU MB", _peak("gpu/mem_used_bytes"), scale=1e-6),
-    Column("compile_s", "compile s", lambda run: run.final.get("compile_s", math.nan), ",.1f"),
+    Column("compile_s", "compile s", lambda run: run.final.get("compile_s") or math.nan, ",.1f"),
     Column("joules_per_step", "GPU J/1k steps", _joules_per_step, ",.2f", 1e3),
 )

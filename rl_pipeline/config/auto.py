@@ -38,8 +38,9 @@ def resolve(
     cores, limit = budget or cpu_budget()
     chosen: dict[str, str] = {}
     backend, name = dict(backend), backend.get("name")
-    if name not in BACKENDS:
-        return values, {}
+    if not isinstance(name, str) or name not in BACKENDS:
+        # Numbers all the same, so that the name alone is refused.
+        return {**values, "backend": {k: 1 if v == "auto" else v for k, v in backend.items()}}, {}
     has_lanes = BACKENDS[name].most_lanes is None
     if backend.get("num_envs") == "auto":
         kind = str((values.get("env") or {}).get("kind", "other"))

@@ -19,6 +19,7 @@ from rl_pipeline.config.folders import (
     read_study,
     record_of,
 )
+from rl_pipeline.config.options import groups
 from rl_pipeline.config.origins import key_of, parse_overrides
 from rl_pipeline.config.settings import Settings
 from rl_pipeline.errors import ConfigError
@@ -138,9 +139,13 @@ def as_begun(values: dict[str, Any], overrides: list[str]) -> None:
     """Put the numbers that a run began with in place of what no override sets.
 
     Recipes and defaults of another version do not make another run of it. `values` is the plain
-    configuration; what is not the same choice any more is left for `check_resumed` to name.
+    configuration; what is another choice (of a recipe, say) is left for `check_resumed` to name.
     """
-    then = record_of(find_run(values["resume"]))["settings"]
+    record = record_of(find_run(values["resume"]))
+    chosen = {text for text in overrides if key_of(text) in groups()}
+    if chosen - set(record["overrides"]):
+        return
+    then = record["settings"]
     given = {key_of(text) for text in overrides}
     for key in FIXED_ON_RESUME:
         group, _, leaf = key.partition(".")

@@ -67,7 +67,7 @@ def thread_plan(settings: Settings, budget: int, reason: str) -> ThreadPlan:
     backend = settings.backend
     if backend.traits.steps == "processes":
         env_threads = settings.backend.num_envs
-        reasons["envs"] = f"{env_threads} processes (backend=gymnasium_async: one per environment)"
+        reasons["envs"] = f"{env_threads} processes (backend={backend.name}: one per environment)"
     elif settings.env.kind not in backend.traits.threaded:
         env_threads = 1
         reasons["envs"] = f"1 (backend={settings.backend.name} steps in the training thread)"

@@ -72,7 +72,7 @@ class DQN:
         rate = cfg.learning_rate * (1 - progress if cfg.anneal_lr else 1.0)
         priority, *scalars = self._gradient_step(rate, None, *self._tensors(batch))
         self._updates += 1
-        self.policy.version = self._updates
+        self.policy.version = self._gradient_step.attempted
         if self._updates % cfg.target_every == 0:
             self._move_target()
         # Nothing is read back until the log tick.

@@ -98,10 +98,15 @@ class Turns:
                 self._act(i)
         for left in repeat(1) if rounds is None else reversed(range(rounds)):
             for i, lane in enumerate(self._envs.lanes):
-                if not ahead:
-                    self._act(i)
-                with self._phases("env"):
-                    step = lane.recv()
+                if ahead:
+                    with self._phases("env"):
+                        step = lane.recv()
+                else:
+                    with self._phases("act"):
+                        acted = self._acted[i] = self._policy.act(self._seen[i], self.progress)
+                    with self._phases("env"):
+                        lane.send(acted[0])
+                        step = lane.recv()
                 with self._phases("store"):
                     self._store(self._seen[i], *self._acted[i], step)
                 self._seen[i] = step.obs

@@ -96,6 +96,7 @@ class Session:
     _evals: int = 0
     _updates_before: int = 0
     """Updates of earlier sessions of this run."""
+    _every_eval: int = 0
     _next_eval: int = 0
     _next_save: int = 0
     _next_look: int = 0
@@ -137,7 +138,9 @@ class Session:
             self.recorder.start(self.counters)
             self._evaluate(obs)
             return None
-        self._next_eval = self._after(self.settings.evaluate_every)
+        # Without games to play no evaluation is due: one that were would be so at every turn.
+        self._every_eval = self.settings.evaluate_every if self.settings.eval.episodes else 0
+        self._next_eval = self._after(self._every_eval)
         self._next_save = self._after(self.settings.checkpoint.every_steps)
         began = psutil.Process().create_time()
         self._startup = Startup(until_first_step_s=time.time() - began)
@@ -196,7 +199,7 @@ class Session:
             self._next_save = self._after(self.settings.checkpoint.every_steps)
         if evaluates and self.settings.eval.episodes and not self.stop.reason:
             self._evaluate(obs)
-            self._next_eval = self._after(self.settings.evaluate_every)
+            self._next_eval = self._after(self._every_eval)
         self._look_at()
         with self.phases("log"):
             self._show(self.recorder.tick(self.counters, metrics()))
@@ -321,7 +324,8 @@ class Session:
     def _finish(self, status: Status, reason: str | None) -> dict[str, Any]:
         """Write the last words, then close every part, whatever the others raise."""
         with self.stop.ignored():
-            result = self._result(status, reason).model_dump(exclude_unset=True)
+            told_first = {"status": status, "reason": reason}
+            result = told_first | self._result(status, reason).model_dump(exclude_unset=True)
             give_room(self.folder)
             written = self._write(result)
         parts: list[Any] = [self.replay.buffer] if self.replay else []
