@@ -97,7 +97,7 @@ repro-backends: setup ## Study: which backend trains CartPole fastest (12 minute
 repro-replay: setup ## Study: what the choice of replay buffer costs a DQN (14 minutes; QUICK=1: 3)
 	$(PY) -m experiments.replay.study
 
-reproduce: setup ## Run every study under experiments/ (75 minutes; QUICK=1: under 3 each)
+reproduce: setup ## Run the studies of README's table (75 minutes; QUICK=1: under 3 each)
 	$(MAKE) --no-print-directory repro-backends
 	$(MAKE) --no-print-directory repro-replay
 	$(MAKE) --no-print-directory precision-compile

@@ -24,7 +24,7 @@ from rl_pipeline.telemetry.provenance import changed_code
 QUICK = os.environ.get("QUICK", "") not in ("", "0")
 """Whether minutes must do: nothing that is kept may come of it."""
 KEPT = ("comparison.json", "groups.csv", "pareto.png", "curves.png", "effects.png")
-BEGIN, END = "<!-- results: written by make repro -->", "<!-- end of results -->"
+BEGIN, END = "<!-- results: written by its make target -->", "<!-- end of results -->"
 
 
 def run(folder: Path, sweep: str, quick: Sequence[str] = (), full: Sequence[str] = ()) -> None:

@@ -311,10 +311,10 @@ def test_a_step_is_sent_once_and_received_once(backend):
     with pytest.raises(RuntimeError, match="reset"):
         vec.send([0, 0])
     vec.reset()
-    with pytest.raises(RuntimeError, match="send.. comes before"):
+    with pytest.raises(RuntimeError, match="call send.. before"):
         vec.recv()
     vec.send([0, 0])
-    with pytest.raises(RuntimeError, match="recv.. comes before"):
+    with pytest.raises(RuntimeError, match="call recv.. before"):
         vec.send([0, 0])
     # A reset in between ends the episode under way, and what was sent with it.
     vec.reset()

@@ -124,7 +124,7 @@ def test_a_silent_store_keeps_a_finished_run_a_few_seconds_only(tmp_path):
 def test_a_read_only_folder_is_named(tmp_path):
     place = tmp_path / "place"
     place.mkdir(mode=0o500)
-    with pytest.raises(stores.StoreError, match="may not be written"):
+    with pytest.raises(stores.StoreError, match="may not write"):
         stores.check_database(place / "mlflow.db")
 
 

@@ -265,7 +265,9 @@ class DeviceReplay(Ring):
         stop the program at the device's next synchronisation.
         """
         if self._priorities is None:
-            raise ValueError("priorities have no effect on buffer=uniform")
+            raise ValueError(
+                "this buffer draws uniformly and takes no priorities; use buffer=prioritized"
+            )
         ids = torch.as_tensor(ids, device=self._device)
         values = torch.as_tensor(priorities, dtype=torch.float64, device=self._device).reshape(-1)
         if ids.shape != values.shape:

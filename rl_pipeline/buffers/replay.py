@@ -210,7 +210,9 @@ class Replay(Ring):
         above 0.
         """
         if self._priorities is None:
-            raise ValueError("priorities have no effect on buffer=uniform")
+            raise ValueError(
+                "this buffer draws uniformly and takes no priorities; use buffer=prioritized"
+            )
         values, ids = as_float64(priorities, self.fetch), np.ascontiguousarray(ids, np.int64)
         if ids.shape != values.shape:
             raise ValueError(f"{len(values)} priorities for {len(ids)} transitions")

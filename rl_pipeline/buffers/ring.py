@@ -100,7 +100,7 @@ NO_PRIORITIES = np.zeros(0)
 
 
 class Ring(ABC):
-    """The books of a replay; subclasses say where the bytes live and draw from them.
+    """Base of replay buffers: a ring of rows per environment, and which of them can be drawn; subclasses say where the bytes live and draw from them.
 
     Every method may be called from any thread.
     """
@@ -236,7 +236,9 @@ class Ring(ABC):
         given = None
         if priorities is not None:
             if self._priorities is None:
-                raise ValueError("priorities have no effect on buffer=uniform")
+                raise ValueError(
+                    "this buffer draws uniformly and takes no priorities; use buffer=prioritized"
+                )
             given = self._priorities.checked(priorities)
         self._append(
             obs.reshape(-1, *obs.shape[2:]),

@@ -143,7 +143,7 @@ def _check_option(argument: str) -> None:
         if override.is_delete() or not (group in groups() or "/" in group or group == "hydra"):
             return
         if given is None and group in _MAY_BE_NONE:
-            raise ConfigError(f"{argument} is what holds without it; leave it out")
+            raise ConfigError(f"{argument} is the default already; leave it out")
         if given is None or given == "" or isinstance(given, int | float):
             names = f"; {options_of(group)}" if group in groups() else ""
             raise ConfigError(f"{argument}: expected the name of an option{names}")

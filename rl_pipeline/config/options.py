@@ -14,7 +14,7 @@ from rl_pipeline.config.origins import CONF, parse_overrides
 from rl_pipeline.config.settings import Settings
 from rl_pipeline.errors import ConfigError
 
-# Options that DESIGN names and a later version brings: answered plainly, not as a misspelling.
+# Options that a later version brings: answered plainly, not as a misspelling.
 PLANNED = {
     "algo": {"sac"},
     "network": {"impala_cnn", "lstm"},

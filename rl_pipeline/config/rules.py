@@ -30,7 +30,10 @@ def _backend(settings: Settings) -> None:
             f"waits; use {those(lambda b: b.most_lanes is None)}"
         )
     if lanes < traits.least_lanes:
-        raise ConfigError(f"backend={name} with backend.lanes={lanes} is backend=envpool")
+        raise ConfigError(
+            f"backend={name} needs backend.lanes of 2 or more, not {lanes}; for one lane use "
+            "backend=envpool"
+        )
     if backend.num_envs % lanes:
         raise ConfigError(f"backend.lanes={lanes} must divide backend.num_envs={backend.num_envs}")
     if traits.own_ids and env.envpool_id is None:

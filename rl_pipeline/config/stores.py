@@ -197,9 +197,9 @@ def _check_place(database: Path) -> None:
         return
     above = next(p for p in database.parents if p.exists())
     if not above.is_dir():
-        raise StoreError(f"{database} cannot be: {above} is a file")
+        raise StoreError(f"{database} cannot be created: {above} is a file; choose another path")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise StoreError(f"{database} cannot be made: {above} may not be written by you")
+        raise StoreError(f"{database} cannot be created: you may not write to {above}")
 
 
 def _check_contents(database: Path, expected: set[str]) -> None:

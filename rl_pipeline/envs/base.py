@@ -158,9 +158,9 @@ class BaseVecEnv(ABC):
         received.
         """
         if not self._ready:
-            raise RuntimeError(f"{self._name}: reset() comes before step()")
+            raise RuntimeError(f"{self._name}: call reset() before step()")
         if self._sent:
-            raise RuntimeError(f"{self._name}: recv() comes before the next send()")
+            raise RuntimeError(f"{self._name}: call recv() before the next send()")
         self._send(self._checked(action))
         self._sent = True
 
@@ -171,7 +171,7 @@ class BaseVecEnv(ABC):
         step to wait for.
         """
         if not self._sent:
-            raise RuntimeError(f"{self._name}: send() comes before recv()")
+            raise RuntimeError(f"{self._name}: call send() before recv()")
         self._sent = False
         obs, given, terminated, truncated, game_ended = self._recv()
         self._num_steps += 1

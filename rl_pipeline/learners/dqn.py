@@ -33,11 +33,11 @@ class DQN:
         runtime: Runtime,
         phases: Phases | NullPhases,
     ) -> None:
-        """Raise ValueError for actions that are not Discrete."""
+        """Raise ConfigError for actions that are not Discrete."""
         if not isinstance(spec.action, Discrete):
             raise ConfigError(
-                f"algo=dqn needs discrete actions, {spec.id} takes {spec.action.shape} real "
-                "numbers; use algo=ppo"
+                f"algo=dqn needs discrete actions, those of {spec.id} are "
+                f"{type(spec.action).__name__} {spec.action.shape}; use algo=ppo"
             )
         num_actions = spec.action.num_actions
         self._cfg, self._runtime, self._phases = settings, runtime, phases
