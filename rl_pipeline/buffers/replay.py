@@ -12,7 +12,13 @@ from torch import Tensor
 from rl_pipeline import machine
 from rl_pipeline.buffers import kernels
 from rl_pipeline.buffers.layout import refuse_if_too_large, tree_size, zeros
-from rl_pipeline.buffers.ring import BAD_PRIORITIES, Priorities, Ring, Sequences, as_float64
+from rl_pipeline.buffers.ring import (
+    BAD_PRIORITIES,
+    Priorities,
+    Ring,
+    Sequences,
+    as_float64,
+)
 from rl_pipeline.types import Batch, SequenceBatch
 
 __all__ = ["Draw", "Priorities", "Replay", "Sequences"]

@@ -22,6 +22,7 @@ from rl_pipeline.buffers import kernels
 from rl_pipeline.buffers.layout import FANOUT, META_WORDS, make_layout, tree_starts, zeros
 from rl_pipeline.types import Continuous, EnvSpec, Step
 
+UNPRIORITIZED = "this buffer draws uniformly and takes no priorities; use buffer=prioritized"
 BAD_PRIORITIES = "priorities must be finite and above 0 (add a small constant)"
 
 
@@ -100,7 +101,9 @@ NO_PRIORITIES = np.zeros(0)
 
 
 class Ring(ABC):
-    """Base of replay buffers: a ring of rows per environment, and which of them can be drawn; subclasses say where the bytes live and draw from them.
+    """Base of replay buffers: a ring of rows per environment, and which can be drawn.
+
+    Subclasses say where the bytes live and draw from them.
 
     Every method may be called from any thread.
     """
