@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,21 +12,43 @@ from torch.nn import functional as F
 from rl_pipeline.types import ActionSpace, Continuous, Discrete, MultiBinary, MultiDiscrete
 
 
-class Categorical:
+class _Noisy:
+    """What all distributions share: noise that is drawn outside of any graph."""
+
+    num_params: int
+
+    def noise(self, rows: int, generator: torch.Generator) -> Tensor:
+        """What makes `sample` random, [rows, num_params], fresh every time."""
+        noise = torch.empty((rows, self.num_params), device=generator.device)
+        self.draw(noise, generator)
+        return noise
+
+    def draw(self, noise: Tensor, generator: torch.Generator) -> None:
+        """Fill `noise` [B, num_params] anew."""
+        raise NotImplementedError
+
+
+class Categorical(_Noisy):
     """Distribution over Discrete actions; parameters are logits [B, A]."""
 
     def __init__(self, action: Discrete) -> None:
         self.num_params = action.num_actions
 
-    def noise(self, rows: int, generator: torch.Generator) -> Tensor:
-        """What `sample` makes random, [rows, A]; drawn outside of any graph, fresh every time."""
-        shape = (rows, self.num_params)
-        return torch.empty(shape, device=generator.device).exponential_(generator=generator)
+    def draw(self, noise: Tensor, generator: torch.Generator) -> None:
+        """Fill `noise` [B, A] with exponentials."""
+        noise.exponential_(generator=generator)
 
     def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
         """Actions [B]."""
         # Gumbel-max: argmax(logits - log(-log(u))) without building a distribution object.
         return (logits - noise.log()).argmax(-1)
+
+    def sample_numpy(
+        self, logits: np.ndarray, noise: np.ndarray, log_std: np.ndarray | None = None
+    ) -> np.ndarray:
+        """`sample` in numpy; `logits` are written over."""
+        logits -= np.log(noise)
+        return logits.argmax(-1)
 
     def mode(self, logits: Tensor) -> Tensor:
         """The most likely actions [B]."""
@@ -42,7 +65,7 @@ class Categorical:
         return log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy
 
 
-class Gaussian:
+class Gaussian(_Noisy):
     """Diagonal normal; parameters [B, 2D] are means and log standard deviations.
 
     Actions are unbounded here; the environment's adapter clips what it executes to the box.
@@ -52,15 +75,21 @@ class Gaussian:
         self.action_shape = action.shape
         self.num_params = math.prod(action.shape)
 
-    def noise(self, rows: int, generator: torch.Generator) -> Tensor:
-        """What `sample` makes random, [rows, D]; drawn outside of any graph, fresh every time."""
-        shape = (rows, self.num_params)
-        return torch.empty(shape, device=generator.device).normal_(generator=generator)
+    def draw(self, noise: Tensor, generator: torch.Generator) -> None:
+        """Fill `noise` [B, D] with standard normals."""
+        noise.normal_(generator=generator)
 
     def sample(self, params: Tensor, noise: Tensor) -> Tensor:
         """Actions [B, *action_shape]."""
         mean, log_std = params.chunk(2, -1)
         return self._shaped(torch.addcmul(mean, noise, log_std.exp()))
+
+    def sample_numpy(
+        self, mean: np.ndarray, noise: np.ndarray, log_std: np.ndarray | None = None
+    ) -> np.ndarray:
+        """`sample` in numpy; `mean` [B, D] is written over, `log_std` [D] is that of all rows."""
+        mean += np.exp(log_std) * noise
+        return mean.reshape(len(mean), *self.action_shape)
 
     def mode(self, params: Tensor) -> Tensor:
         """The means [B, *action_shape]."""
@@ -82,7 +111,7 @@ class Gaussian:
         return self.log_prob(params, action), entropy
 
 
-class MultiCategorical:
+class MultiCategorical(_Noisy):
     """Independent Categoricals; parameters are their logits side by side [B, sum of A_k]."""
 
     def __init__(self, action: MultiDiscrete) -> None:
@@ -90,14 +119,22 @@ class MultiCategorical:
         self._parts = [Categorical(Discrete(size)) for size in self._sizes]
         self.num_params = sum(self._sizes)
 
-    def noise(self, rows: int, generator: torch.Generator) -> Tensor:
-        """What `sample` makes random, [rows, sum of A_k]."""
-        return torch.cat([part.noise(rows, generator) for part in self._parts], -1)
+    def draw(self, noise: Tensor, generator: torch.Generator) -> None:
+        """Fill `noise` [B, sum of A_k] with exponentials."""
+        noise.exponential_(generator=generator)
 
     def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
         """Actions [B, K]."""
         pairs = zip(self._split(logits), noise.split(self._sizes, -1), strict=True)
         return torch.stack([part.sample(x, part_noise) for (part, x), part_noise in pairs], -1)
+
+    def sample_numpy(
+        self, logits: np.ndarray, noise: np.ndarray, log_std: np.ndarray | None = None
+    ) -> np.ndarray:
+        """`sample` in numpy; `logits` may be written over."""
+        logits -= np.log(noise)
+        parts = np.split(logits, np.cumsum(self._sizes)[:-1], axis=-1)
+        return np.stack([part.argmax(-1) for part in parts], -1)
 
     def mode(self, logits: Tensor) -> Tensor:
         """The most likely actions [B, K]."""
@@ -118,20 +155,25 @@ class MultiCategorical:
         return list(zip(self._parts, logits.split(self._sizes, -1), strict=True))
 
 
-class Bernoulli:
+class Bernoulli(_Noisy):
     """Independent bits; parameters are the logits [B, K] of a 1."""
 
     def __init__(self, action: MultiBinary) -> None:
         self.num_params = action.num_bits
 
-    def noise(self, rows: int, generator: torch.Generator) -> Tensor:
-        """What `sample` makes random, [rows, K]."""
-        shape = (rows, self.num_params)
-        return torch.empty(shape, device=generator.device).uniform_(generator=generator)
+    def draw(self, noise: Tensor, generator: torch.Generator) -> None:
+        """Fill `noise` [B, K] with uniforms."""
+        noise.uniform_(generator=generator)
 
     def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
         """Actions [B, K]."""
         return (noise < logits.sigmoid()).long()
+
+    def sample_numpy(
+        self, logits: np.ndarray, noise: np.ndarray, log_std: np.ndarray | None = None
+    ) -> np.ndarray:
+        """`sample` in numpy; `logits` may be written over."""
+        return (noise < 1 / (1 + np.exp(-logits))).astype(np.int64)
 
     def mode(self, logits: Tensor) -> Tensor:
         """The most likely actions [B, K]."""

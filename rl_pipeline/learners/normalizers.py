@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,6 +64,8 @@ class ObsNormalizer:
     def _refresh(self) -> None:
         self._mean = self.moments.mean.clone()
         self._scale = (self.moments.variance + 1e-8).rsqrt().float()
+        if self._mean.device.type == "cpu":
+            self._arrays = self._mean.numpy(), self._scale.numpy()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -78,6 +81,13 @@ class ObsNormalizer:
     def __call__(self, obs: Tensor) -> Tensor:
         """`apply` with the statistics of now."""
         return self.apply(obs, *self.tensors)
+
+    def numpy(self, obs: np.ndarray) -> np.ndarray:
+        """The same in numpy, where the statistics are on the CPU."""
+        mean, scale = self._arrays
+        x = (obs - mean).astype(np.float32)
+        x *= scale
+        return np.minimum(np.maximum(x, -CLIP, out=x), CLIP, out=x)
 
     def update(self, obs: Tensor, valid: Tensor) -> None:
         """Take in the rows of obs [B, *shape] that are valid."""
@@ -105,6 +115,10 @@ class Identity:
         return obs
 
     def __call__(self, obs: Tensor) -> Tensor:
+        """obs as it is."""
+        return obs
+
+    def numpy(self, obs: np.ndarray) -> np.ndarray:
         """obs as it is."""
         return obs
 

@@ -44,9 +44,11 @@ class NetworkPolicy:
 
 
 class ActorCriticPolicy(NetworkPolicy):
-    """Samples from the distribution that an actor-critic network gives."""
+    """Samples from the distribution that an actor-critic network gives.
 
-    extras = ("log_prob", "value")
+    A small network acts in numpy on the CPU, its actor alone; who learns takes log-probs and
+    values of all rows at once then, so there are no `extras`.
+    """
 
     def __init__(
         self,
@@ -61,11 +63,27 @@ class ActorCriticPolicy(NetworkPolicy):
         super().__init__(params, runtime, phases)
         self._net, self._dist, self._normalize = net, dist, normalize
         self.rng = runtime.generator("act")
+        self._forward, self._log_std = None, None
+        if runtime.device.type == "cpu":
+            self._forward = numpy_forward(net.policy_trunk, net.policy_head)
+            self._log_std = None if net.log_std is None else net.log_std.detach().numpy()
+        self.extras = ("log_prob", "value") if self._forward is None else ()
+        self._noise = torch.empty(0)
         self._act = runtime.compile("act", self._sample, [params])
 
-    @torch.inference_mode()
     def act(self, obs: np.ndarray, progress: float) -> tuple[np.ndarray, Extras]:
-        """Sample actions for obs [N, ...]; log-probs and values [N] stay on the device."""
+        """Sample actions for obs [N, ...]; `extras` [N] each stay on the device."""
+        if self._forward is None:
+            return self._act_torch(obs)
+        params = self._forward(self._normalize.numpy(obs))
+        if len(self._noise) != len(obs):
+            self._noise = torch.empty(params.shape)
+            self._noise_array = self._noise.numpy()
+        self._dist.draw(self._noise, self.rng)
+        return self._dist.sample_numpy(params, self._noise_array, self._log_std), {}
+
+    @torch.inference_mode()
+    def _act_torch(self, obs: np.ndarray) -> tuple[np.ndarray, Extras]:
         noise = self._dist.noise(len(obs), self.rng)
         action, log_prob, value = self._act(self._to_device(obs), noise, *self._normalize.tensors)
         return self._to_host(action), {"log_prob": log_prob, "value": value}
@@ -122,15 +140,15 @@ class QPolicy(NetworkPolicy):
         return (self._net(obs).argmax(-1),)
 
 
-def numpy_forward(module: nn.Module) -> Callable[[np.ndarray], np.ndarray] | None:
-    """An MLP's forward pass in numpy, or None where `module` has other layers.
+def numpy_forward(*modules: nn.Module) -> Callable[[np.ndarray], np.ndarray] | None:
+    """The forward pass of MLPs in a row in numpy, or None where one has other layers.
 
     It reads the parameters in place (they must live on the CPU): nothing is copied, and the next
     call sees the next update. One observation: 7 microseconds, 36 through torch. Equal to torch's
     result up to rounding.
     """
     layers: list[Any] = []
-    for layer in module.modules():
+    for layer in (layer for module in modules for layer in module.modules()):
         match layer:
             case nn.Linear():
                 layers.append((layer.weight.detach().numpy().T, layer.bias.detach().numpy()))

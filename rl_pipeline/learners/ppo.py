@@ -126,14 +126,19 @@ class PPO:
         """Flat rows [T*N] of all that the loss takes; explained variance of the old values."""
         obs = self._normalize_obs(rollout.obs[:-1].flatten(0, 1))
         action = rollout.action.flatten(0, 1)
-        log_prob, value = rollout.extras["log_prob"], rollout.extras["value"]
         if not self._runtime.arithmetic.exact:
             # In low precision a row's log-prob depends on the shape of the batch it came in: those
             # of the behaviour policy are taken again as the update will, in its own batches.
             size = len(obs) // self._cfg.num_minibatches
             parts = zip(obs.split(size), action.split(size), strict=True)
             scores = [self._score(*part) for part in parts]
-            log_prob, value = (torch.cat(x).view_as(value) for x in zip(*scores, strict=True))
+            log_prob, value = (torch.cat(x) for x in zip(*scores, strict=True))
+        elif rollout.extras:
+            log_prob, value = rollout.extras["log_prob"], rollout.extras["value"]
+        else:
+            # All rows at once cost less than the critic does at every step.
+            log_prob, value = self._log_prob_value(obs, action)
+        value = value.view_as(rollout.reward)
         last = self._net.value(self._normalize_obs(rollout.obs[-1]))
         reward = self._normalize_reward(rollout.reward, rollout.ended, rollout.valid)
         advantage, target, valid, explained_variance = self._advantage(
