@@ -159,6 +159,18 @@ class GradientStep:
         `index` None takes the rows as they are, as one minibatch. Returns what the loss returns
         after its scalar, and the gradient norm before clipping, each stacked over minibatches.
         """
+        # Moments of weights that rarely get a gradient shrink until they are denormal, and stay so,
+        # each at a hundred cycles: flushed to zero a DQN update on CartPole takes 188 us, not 225.
+        # Only here: environments compute as they do elsewhere.
+        torch.set_flush_denormal(True)
+        try:
+            return self._step(rate, index, rows)
+        finally:
+            torch.set_flush_denormal(False)
+
+    def _step(
+        self, rate: float, index: Tensor | None, rows: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
         self._rate.fill_(rate)
         if index is None:
             self.attempted += 1
