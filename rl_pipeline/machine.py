@@ -44,6 +44,18 @@ def positive_int(name: str, text: str) -> int:
     return int(text)
 
 
+def module_environment() -> dict[str, str]:
+    """Environment variables of a child that runs a module of this package, wherever it runs."""
+    environment = dict(os.environ)
+    # `-m` puts the working directory first on sys.path: a `types.py` there would break the child.
+    environment["PYTHONSAFEPATH"] = "1"
+    root = Path(__file__).resolve().parents[1]
+    if "site-packages" not in root.parts:
+        earlier = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{root}{os.pathsep}{earlier}" if earlier else str(root)
+    return environment
+
+
 def myself() -> list[Any]:
     """This process, as `alive` asks for it."""
     import psutil

@@ -253,7 +253,8 @@ class PrecisionSettings(Frozen):
 class CompileSettings(Frozen):
     """How act, advantages and updates are compiled."""
 
-    name: Literal["eager", "default", "reduce_overhead", "max_autotune", "cudagraphs"]
+    name: Literal["auto", "eager", "default", "reduce_overhead", "max_autotune", "cudagraphs"]
+    """auto: eager until the graphs are built, in the background; at once where they are kept."""
     backend: str | None = None
     """Any torch.compile backend; null takes inductor, and for cudagraphs none: eager's kernels."""
     fallback: bool = False
@@ -262,9 +263,9 @@ class CompileSettings(Frozen):
     @model_validator(mode="after")
     def _effective(self) -> CompileSettings:
         for key in ("backend", "fallback"):
-            if self.name == "eager" and getattr(self, key):
+            if self.name in ("auto", "eager") and getattr(self, key):
                 raise ValueError(
-                    f"compile.{key} has no effect with compile=eager; use compile=default"
+                    f"compile.{key} has no effect with compile={self.name}; use compile=default"
                 )
         return self
 

@@ -16,18 +16,12 @@ import torch
 from torch import Tensor
 
 from rl_pipeline.config.settings import CompileSettings
+from rl_pipeline.engine.cache import Package, cache_dir, machine_facts
 from rl_pipeline.engine.graphs import Builder, Call
 from rl_pipeline.errors import ConfigError
 
 WARMUPS = 3
 """Calls before a capture: libraries choose algorithms and allocate in the first ones."""
-
-
-def cache_dir() -> Path:
-    """Where graphs are kept between runs: TORCHINDUCTOR_CACHE_DIR, else the user's cache."""
-    if chosen := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_pipeline"
 
 
 # -- compilers ----------------------------------------------------------------------------------
@@ -46,18 +40,9 @@ def dynamo(backend: str, options: dict[str, Any] | None = None) -> Builder:
     return build
 
 
-class Package:
-    """A graph built ahead of time and loaded; the least overhead per call that torch has."""
-
-    def __init__(self, path: Path, cached: bool) -> None:
-        # What torch._inductor.aoti_load_package does, without importing the compiler (1.2 s).
-        # One thread calls it at a time: no locks.
-        self._run = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1).boxed_run
-        self.cached = cached
-
-    def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
-        """State and inputs -> outputs."""
-        return tuple(self._run(list(args)))
+QUICK = {"cpp.vec_isa_ok": True, "aot_inductor.precompile_headers": False}
+"""Two thirds of a first build's time were ten trial compilations that ask what the CPU says of
+itself (7 s), and precompiled headers (7 s), which pay from the eighth graph on."""
 
 
 def ahead_of_time(options: dict[str, Any]) -> Builder:
@@ -82,14 +67,28 @@ def ahead_of_time(options: dict[str, Any]) -> Builder:
             plain = tuple(torch.empty_strided(
                 x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in example)  # fmt: skip
             program = torch.export.export(graph, plain, strict=False)
-            fresh = torch._inductor.aoti_compile_and_package(
-                program, package_path=str(Path(folder) / "graph.pt2"), inductor_configs=options
-            )
+            target = str(Path(folder) / "graph.pt2")
+            try:
+                fresh = _packaged(program, target, _known(QUICK) | options)
+            except Exception:  # a compiler that knows less than the CPU: let inductor try it out
+                fresh = _packaged(program, target, options)
             # Jobs of a sweep build the same graph at once: the last whole one stays.
             os.replace(fresh, path)
         return Package(path, cached=False)
 
     return build
+
+
+def _packaged(program: Any, target: str, options: dict[str, Any]) -> str:
+    package = torch._inductor.aoti_compile_and_package
+    return package(program, package_path=target, inductor_configs=options)
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that this version of inductor has."""
+    from torch._inductor import config
+
+    return {key: value for key, value in options.items() if key in config.get_config_copy()}
 
 
 def package_key(
@@ -100,21 +99,9 @@ def package_key(
         graph.code,
         [(tuple(x.shape), x.stride(), str(x.dtype), str(x.device)) for x in example],
         sorted(options.items()),
-        torch.__version__,
-        torch.get_num_threads(),  # baked into the loops
-        torch.backends.cpu.get_cpu_capability(),
-        _cpu_flags(),
+        *machine_facts(),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-
-
-def _cpu_flags() -> str:
-    """The instructions that -march=native may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 # -- capture ------------------------------------------------------------------------------------
@@ -210,16 +197,26 @@ class CompilePlan:
     capture: Capture | None = None
     """What records calls, all minibatches of an epoch in one; else each minibatch is a call."""
     fallback: bool = False
+    later: bool = False
+    """What is not in the cache runs eagerly until another process has built it."""
 
 
-def choose_plan(settings: CompileSettings, device: torch.device) -> tuple[CompilePlan, str]:
-    """The way functions are compiled on this device, and why.
+def choose_plan(
+    settings: CompileSettings, device: torch.device, alone: bool = True
+) -> tuple[CompilePlan, str]:
+    """The way functions are compiled on this device, and why; `alone` is no job of a sweep.
 
     Raises ConfigError for what this machine cannot do, naming what it can.
     """
     name, cuda = settings.name, device.type == "cuda"
     if name == "eager":
         return CompilePlan(), "compile=eager"
+    if name == "auto":
+        if why := _why_eager(cuda, alone):
+            return CompilePlan(), f"eager (compile=auto: {why})"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir()))
+        plan = CompilePlan("auto", ahead_of_time({}), fallback=True, later=True)
+        return plan, "graphs of the cache at once, others once they are built beside the training"
     if not cuda and name in ("reduce_overhead", "cudagraphs"):
         raise ConfigError(
             f"compile={name} captures CUDA graphs, and the device is a CPU; use compile=default, "
@@ -247,6 +244,19 @@ def choose_plan(settings: CompileSettings, device: torch.device) -> tuple[Compil
     what = "an epoch's updates" if capture else "each update"
     plan = CompilePlan(name, build, capture, settings.fallback)
     return plan, f"{what} and each act as one graph, {form}"
+
+
+def _why_eager(cuda: bool, alone: bool) -> str:
+    """What keeps compile=auto from building graphs; empty where nothing does."""
+    if cuda:
+        return "graphs are built beside the training on CPUs only; see compile=cudagraphs"
+    if not alone:
+        return "all jobs of a sweep are alike; see compile=default"
+    try:
+        check_compiler()
+    except ConfigError:
+        return "no C++ compiler is here"
+    return ""
 
 
 def check_backend(name: str) -> None:

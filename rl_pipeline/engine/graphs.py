@@ -20,6 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_pipeline.engine.background import Background
+from rl_pipeline.engine.cache import Index, Package
+
 Call = Callable[..., tuple[Tensor, ...]]
 Builder = Callable[[torch.fx.GraphModule, Sequence[Tensor], Sequence[Tensor]], Call]
 """(graph, state, inputs) -> the built graph, called with state and inputs."""
@@ -104,6 +107,8 @@ class CompileLog:
     """Spent on measuring these two."""
     phase: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered while anything of this happens."""
+    update_form: str = "eager"
+    """How updates run now: eager or default (compile=auto)."""
 
     @property
     def seconds(self) -> float:
@@ -190,10 +195,14 @@ class GraphFunction:
         log: CompileLog,
         fallback: bool,
         synchronize: Callable[[], None] = lambda: None,
+        index: Index | None = None,
+        later: Background | None = None,
     ) -> None:
         """`pure(*state, *inputs)` may move the first `moves` tensors of `state` in place;
-        `eager(*inputs)` does the same to the same tensors by other means."""
-        self._name, self._pure, self._eager = name, pure, eager
+        `eager(*inputs)` does the same to the same tensors by other means. `index` finds graphs of
+        earlier runs; with `later`, what it does not find runs eagerly until `settle`."""
+        self._index, self._later = index, later
+        self.name, self._pure, self._eager = name, pure, eager
         self._state, self._moves = tuple(state), moves
         self._build, self._log, self._fallback = build, log, fallback
         self._synchronize = synchronize
@@ -209,10 +218,71 @@ class GraphFunction:
                 call = self._calls[form] = self._add(inputs)
         return call(*self._state, *inputs)
 
-    def _add(self, inputs: Sequence[Tensor]) -> Call:
-        eager: Call = lambda *args: self._eager(*args[len(self._state) :])  # noqa: E731
-        if self._name in self._log.fallbacks:
+    def settle(self, inputs: Sequence[Tensor]) -> bool:
+        """Take the graph for calls like `inputs` if it was built meanwhile and is faster."""
+        with self._log.phase():
+            call = self._find(inputs)
+            if call is None:
+                return False
+            if self._moves:
+                self._time(call, self._run_eagerly, inputs)
+                self._note(call, inputs, self._log.entries[-1].nodes)
+            if not self._is_faster():
+                return False
+            self._take(call, inputs)
+        return True
+
+    def _take(self, call: Call, inputs: Sequence[Tensor]) -> None:
+        self._calls[tuple([(x.shape, x.stride(), x.dtype) for x in inputs])] = call
+        if self._moves:
+            self._log.update_form = "default"
+
+    def _is_faster(self) -> bool:
+        log = self._log
+        if not self._moves or not log.eager_update_s or not log.compiled_update_s:
+            return True
+        return log.compiled_update_s < log.eager_update_s
+
+    def _find(self, inputs: Sequence[Tensor]) -> Call | None:
+        """A graph that an earlier run built, found without tracing."""
+        begin = time.perf_counter()
+        args = (*self._state, *inputs)
+        found = self._index.find(self.name, args) if self._index else None
+        if found is None:
+            return None
+        call, noted = found
+        with preserved(self._state[: self._moves]):
+            call(*args)
+        seconds = time.perf_counter() - begin
+        self._log.entries.append(Entry(self.name, seconds, noted.get("nodes", 0), True))
+        if self._moves and self._log.eager_update_s is None:
+            self._log.eager_update_s = noted.get("eager_s")
+            self._log.compiled_update_s = noted.get("compiled_s")
+        return call
+
+    def _run_eagerly(self, *args: Tensor) -> tuple[Tensor, ...]:
+        return self._eager(*args[len(self._state) :])
+
+    def prepare(self, inputs: Sequence[Tensor]) -> None:
+        """Build the graph for calls like `inputs`, without timing it."""
+        self._add(inputs, timed=False)
+
+    def _add(self, inputs: Sequence[Tensor], timed: bool = True) -> Call:
+        eager: Call = self._run_eagerly
+        if self.name in self._log.fallbacks:
             return eager
+        found = self._find(inputs)
+        if self._later is not None:
+            if found is not None and self._is_faster():
+                self._take(found, inputs)
+                return found
+            if found is None:
+                self._later.want(self, inputs)
+            return eager
+        if found is not None:
+            if timed and self._moves and self._log.eager_update_s is None:
+                self._time(found, eager, inputs)
+            return found
         begin = time.perf_counter()
         try:
             if len(self._calls) >= MAX_GRAPHS:
@@ -228,20 +298,31 @@ class GraphFunction:
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
             if not self._fallback:
                 raise CompileError(
-                    f"'{self._name}' cannot be compiled: {cause}; use compile=eager, another "
+                    f"'{self.name}' cannot be compiled: {cause}; use compile=eager, another "
                     "compile.backend, or compile.fallback=true to run it eagerly"
                 ) from error
-            self._log.fallbacks[self._name] = cause
+            self._log.fallbacks[self.name] = cause
             return eager
         self._log.entries.append(
             Entry(
-                self._name, time.perf_counter() - begin, len(graph.graph.nodes),
+                self.name, time.perf_counter() - begin, len(graph.graph.nodes),
                 getattr(call, "cached", False),
             )
         )  # fmt: skip
-        if self._moves and self._log.eager_update_s is None:
+        if timed and self._moves and self._log.eager_update_s is None:
             self._time(call, eager, inputs)
+        self._note(call, inputs, len(graph.graph.nodes))
         return call
+
+    def _note(self, call: Call, inputs: Sequence[Tensor], nodes: int) -> None:
+        """Let later runs find the graph; how fast it is, they take from here."""
+        if self._index is None or not isinstance(call, Package):
+            return
+        facts: dict[str, float | None] = {"nodes": nodes}
+        if self._moves:
+            facts |= {"eager_s": self._log.eager_update_s}
+            facts |= {"compiled_s": self._log.compiled_update_s}
+        self._index.note(self.name, (*self._state, *inputs), call, **facts)
 
     def _time(self, call: Call, eager: Call, inputs: Sequence[Tensor]) -> None:
         """Seconds of one update, eager and compiled, in turns; nothing moves."""

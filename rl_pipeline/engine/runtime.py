@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from rl_pipeline.config.settings import Settings
+from rl_pipeline.engine.background import Background
+from rl_pipeline.engine.cache import Index
 from rl_pipeline.engine.compilers import Builder, CompilePlan, captured, choose_plan
 from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.engine.graphs import Call, CompileLog, GraphFunction, calling
@@ -121,7 +123,13 @@ class Runtime:
     arithmetic: Arithmetic = FP32
     plan: CompilePlan = CompilePlan()
     compile_log: CompileLog = field(default_factory=CompileLog)
+    index: Index | None = None
+    """Where graphs of earlier runs are found."""
+    background: Background | None = None
+    """What builds graphs beside the training (compile=auto)."""
     reasons: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, GraphFunction] = field(default_factory=dict)
+    """What is built as graphs, by name."""
 
     @cached_property
     def transfers(self) -> Transfers:
@@ -145,10 +153,11 @@ class Runtime:
         builder = builder or self.plan.build
         if builder is None:
             return eager
-        return GraphFunction(
+        function = self.functions[name] = GraphFunction(
             name, pure, eager, state, moves, builder, self.compile_log, self.plan.fallback,
-            self.synchronize,
+            self.synchronize, self.index, self.background,
         )  # fmt: skip
+        return function
 
     def capture_once(self, name: str, function: Call) -> Call:
         """`function(*tensors)`, called once per rollout: captured where graphs are, else as it is.
@@ -243,16 +252,16 @@ def keep_freed_memory() -> bool:
     return all([mallopt(option, value) for option, value in settings.items()])
 
 
-def make_runtime(settings: Settings, seed: int) -> Runtime:
+def make_runtime(settings: Settings, seed: int, alone: bool = True) -> Runtime:
     """Choose device, arithmetic, compilation, threads and allocator; apply them to this process.
 
-    Raises ConfigError for what this machine cannot do.
+    `alone`: it is no job of a sweep. Raises ConfigError for what this machine cannot do.
     """
     device, device_reason = choose_device(settings.device.name)
     cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if cuda else None
     arithmetic, why = choose_arithmetic(settings.precision, device, capability)
-    plan, how = choose_plan(settings.compile, device)
+    plan, how = choose_plan(settings.compile, device, alone)
     threads = thread_plan(settings, *cpu_budget())
     torch.set_num_threads(threads.torch_threads)
     if not cuda and settings.network.name != "mlp":

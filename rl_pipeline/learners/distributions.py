@@ -88,6 +88,7 @@ class Gaussian(_Noisy):
         self, mean: np.ndarray, noise: np.ndarray, log_std: np.ndarray | None = None
     ) -> np.ndarray:
         """`sample` in numpy; `mean` [B, D] is written over, `log_std` [D] is that of all rows."""
+        assert log_std is not None
         mean += np.exp(log_std) * noise
         return mean.reshape(len(mean), *self.action_shape)
 

@@ -24,6 +24,7 @@ from rl_pipeline.run import checkpoint
 from rl_pipeline.run.evaluation import evaluate
 from rl_pipeline.run.facts import describe, make_facts
 from rl_pipeline.run.parts import make_training
+from rl_pipeline.run.prebuild import with_cache
 from rl_pipeline.run.result import Facts
 from rl_pipeline.run.session import Session
 from rl_pipeline.telemetry.hardware import HardwareSampler
@@ -148,13 +149,15 @@ def make_session(
         seed = settings.seed
     else:
         seed = saved["seed"] if saved else secrets.randbits(31)
-    runtime = make_runtime(settings, seed)
+    in_sweep = bool(folders.multirun_of(overrides)[0])
+    runtime = make_runtime(settings, seed, alone=not in_sweep)
     facts = make_facts(settings, folder, overrides, runtime, run_id, composed_from or {})
     threads = runtime.threads.env_threads
     phases = runtime.make_phases(settings.profile.name)
     compile_log = runtime.compile_log
     compile_log.phase = lambda: phases("compile")
     envs = make_training_envs(settings, stream_seed(seed, "envs"), threads, runtime.beside_envs)
+    runtime = with_cache(runtime, settings, envs.spec, say)
     training = make_training(settings, envs, runtime, phases, folder)
     facts = facts.model_copy(update={"buffer": training.buffer_facts})
 
@@ -188,6 +191,7 @@ def make_session(
         ),
         evaluate=make_evaluation(settings, training.learner, seed, threads),
         synchronize=runtime.synchronize, compile_log=compile_log, transfers=runtime.transfers,
+        background=runtime.background,
     )  # fmt: skip
     return session, state
 

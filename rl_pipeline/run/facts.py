@@ -59,6 +59,7 @@ def make_facts(
         "num_envs": settings.backend.num_envs,
         "lanes": settings.backend.lanes,
         "device": str(runtime.device),
+        "compile": runtime.plan.name,
         "threads": {
             "budget": plan.budget,
             "torch": plan.torch_threads,

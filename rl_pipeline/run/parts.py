@@ -15,7 +15,7 @@ from rl_pipeline.engine.runtime import Runtime, stream_seed
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.loops import sync
 from rl_pipeline.loops.schedule import Pace
-from rl_pipeline.types import EnvSpec, Learner, ReplayBuffer, ReplayLearner, VecEnv
+from rl_pipeline.types import EnvSpec, Learner, ReplayBuffer, ReplayLearner, RolloutLearner, VecEnv
 
 if TYPE_CHECKING:
     from rl_pipeline.buffers.replay import Replay
@@ -54,9 +54,8 @@ def make_training(
     match settings.algo:
         case PPOSettings() as algo:
             from rl_pipeline.buffers.rollout import RolloutBuffer
-            from rl_pipeline.learners.ppo import PPO
 
-            ppo = PPO(algo, settings.network, envs.spec, runtime, phases)
+            ppo = make_rollout_learner(settings, envs.spec, runtime, phases)
             extras, send = ppo.policy.extras, runtime.transfers.to_device
             rollout = RolloutBuffer(envs.spec, algo.horizon, extras, runtime.device, send)
 
@@ -78,6 +77,28 @@ def make_training(
             replay = OffPolicy(buffer, pace, settings.buffer.save)
             facts = {"bytes": buffer.nbytes, "available_bytes": free} | settings.buffer.model_dump()
             return Training(learner, off_policy, replay, facts)
+
+
+def make_rollout_learner(
+    settings: Settings, spec: EnvSpec, runtime: Runtime, phases: Phases | NullPhases
+) -> RolloutLearner:
+    """The learner of an algorithm that learns from rollouts."""
+    match settings.algo:
+        case PPOSettings() as algo:
+            from rl_pipeline.learners.ppo import PPO
+
+            return PPO(algo, settings.network, spec, runtime, phases)
+        case other:
+            raise NotImplementedError(other.name)
+
+
+def make_learner(
+    settings: Settings, spec: EnvSpec, runtime: Runtime, phases: Phases | NullPhases
+) -> Learner:
+    """The learner of any algorithm."""
+    from_replay = isinstance(settings.algo, ReplayAlgorithm)
+    make = make_replay_learner if from_replay else make_rollout_learner
+    return make(settings, spec, runtime, phases)
 
 
 def make_replay_learner(

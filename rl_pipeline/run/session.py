@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from rl_pipeline.config.settings import Settings
+from rl_pipeline.engine.background import Background
 from rl_pipeline.engine.graphs import CompileLog
 from rl_pipeline.engine.phases import NullPhases, Phases, SerialisedPhases
 from rl_pipeline.engine.transfers import HiddenWaits, Transfers
@@ -88,6 +89,7 @@ class Session:
     synchronize: Callable[[], None]
     """Waits for the device."""
     compile_log: CompileLog
+    background: Background | None
     transfers: Transfers
     counters: sync.Counters = field(default_factory=sync.Counters)
     stop: StopRequest = field(default_factory=StopRequest)
@@ -96,6 +98,7 @@ class Session:
     _evals: int = 0
     _updates_before: int = 0
     """Updates of earlier sessions of this run."""
+    _compiled_at: int | None = None
     _every_eval: int = 0
     _next_eval: int = 0
     _next_save: int = 0
@@ -202,8 +205,22 @@ class Session:
             self._next_eval = self._after(self._every_eval)
         self._look_at()
         with self.phases("log"):
-            self._show(self.recorder.tick(self.counters, metrics()))
+            row = self.recorder.tick(self.counters, metrics())
+            self._show(row)
+        if self.background is not None and not done:
+            self._compile_what_is_built(row["throughput/env_steps_per_s"])
         return done
+
+    def _compile_what_is_built(self, rate: float) -> None:
+        """Where compile=auto may change how the network runs: between rollouts, or rounds."""
+        assert self.background is not None
+        steps = self.counters.env_steps
+        left = self.settings.total_steps - steps
+        if self.background.poll(left / rate if rate else 0.0):
+            self._compiled_at = steps
+            # What was measured until now is not how the run goes on.
+            self.recorder.begin_anew()
+            self.progress.message(f"compile=auto: compiled from env step {steps:,} on")
 
     def _show(self, row: dict[str, float]) -> None:
         rate = row["throughput/env_steps_per_s"]
@@ -329,6 +346,8 @@ class Session:
             give_room(self.folder)
             written = self._write(result)
         parts: list[Any] = [self.replay.buffer] if self.replay else []
+        if self.background is not None:
+            parts.append(self.background)
         for part in (*parts, self.envs, self.progress, self.recorder, self.hardware):
             name = type(part).__name__
             with self.stop.cutting(lambda name=name: say(f"{name} was not closed")):  # type: ignore
@@ -366,9 +385,10 @@ class Session:
             "tracker_s": tracked.cpu_s,
         }
         facts = dict(self.facts)
+        facts["effective"] = self.facts.effective | {"compile": self._compile_form()}
         if fallbacks := self.compile_log.fallbacks:
             eager = f"eager for {', '.join(fallbacks)}"  # why: compile.fallbacks
-            facts["effective"] = self.facts.effective | {"compile": eager}
+            facts["effective"] |= {"compile": eager}
         more: dict[str, Any] = {}
         if self._resume:
             more["resume"] = self._resume
@@ -399,6 +419,15 @@ class Session:
             tracking=tracked.dump(),
             **more,
         )
+
+    def _compile_form(self) -> str:
+        """How the network ran: as asked, or what compile=auto came to."""
+        asked = str(self.facts.effective["compile"])
+        if asked != "auto":
+            return asked
+        if self._compiled_at is not None:
+            return f"eager until step {self._compiled_at}, then default"
+        return self.compile_log.update_form
 
     def _returns(self) -> Returns:
         scores, best = self._scores, max(self._curve, key=lambda e: e.mean, default=None)

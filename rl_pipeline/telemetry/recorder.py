@@ -82,6 +82,13 @@ class Recorder:
         self._tick_steps, self._tick_updates = counts.env_steps, counts.updates
         self._phase_window()
 
+    def begin_anew(self) -> None:
+        """Count all until now as warm-up: from here on training runs in another form."""
+        self._warmup_windows += self.windows
+        self.windows = []
+        if self.warmup_s is not None:
+            self.warmup_s = self.wall_s - self._compiled_s
+
     @contextmanager
     def excluded(self) -> Iterator[None]:
         """Time that is not training (evaluation, checkpoints): kept out of the throughput.

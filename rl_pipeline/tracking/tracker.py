@@ -253,7 +253,7 @@ def _ask_writer(option: str, request: StoredRun | End) -> dict[str, str] | None:
 
 
 def _child_environment() -> dict[str, str]:
-    environment = dict(os.environ)
+    environment = machine.module_environment()
     # An inherited run id would make the child write into the parent's run.
     for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "PYTEST_CURRENT_TEST"):
         environment.pop(name, None)
@@ -263,12 +263,6 @@ def _child_environment() -> dict[str, str]:
     # a quarter of the CPU time. Both are needed: Python's own allocator would not ask for them.
     environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     environment.setdefault("PYTHONMALLOC", "malloc")
-    # `-m` puts the working directory first on sys.path: a `types.py` there would break the child.
-    environment["PYTHONSAFEPATH"] = "1"
-    root = Path(__file__).resolve().parents[2]
-    if "site-packages" not in root.parts:
-        earlier = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = f"{root}{os.pathsep}{earlier}" if earlier else str(root)
     return environment
 
 
