@@ -81,6 +81,13 @@ parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong
 try-ends: setup ## Prove that runs end well: 200 kills, 100 bad inputs (50 minutes; QUICK=1: 5)
 	$(PY) -m experiments.ends.study
 
+bench: setup ## Against Stable-Baselines3, SBX and TorchRL (30 minutes; QUICK=1: 5)
+	experiments/bench/peers/install.sh $(PYTHON)
+	$(PY) -m experiments.bench.study $(ARGS)
+
+perf-gate: setup ## Is this checkout slower than another commit? BASE=<commit> (6 minutes)
+	$(PY) -m experiments.perf_gate.study base=$(BASE) $(ARGS)
+
 bench-envs: setup ## Environments alone: steps/s by backend, and what adapters cost (25 minutes; QUICK=1: 3)
 	$(PY) -m experiments.envs.bench $(ARGS)
 

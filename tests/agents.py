@@ -30,12 +30,17 @@ def learner(
     num_envs: int = 4,
     action: Discrete | Continuous | None = None,
     runtime: Runtime | None = None,
+    in_numpy: bool = False,
     **cfg,
 ) -> PPO:
+    """A small PPO; it acts through torch, as large networks do, unless `in_numpy`."""
     runtime = runtime or Runtime(CPU, "", ThreadPlan(1, 1, 1, 1), seed=3)
     options = {"name": "ppo", "horizon": 8, "num_minibatches": 2} | cfg
     network = NetworkSettings(name="mlp", hidden=(16,))
-    return PPO(PPOSettings(**options), network, spec(num_envs, action), runtime, NullPhases())
+    agent = PPO(PPOSettings(**options), network, spec(num_envs, action), runtime, NullPhases())
+    if not in_numpy:
+        agent.policy._forward, agent.policy.extras = None, ("log_prob", "value")
+    return agent
 
 
 def random_rollout(agent: PPO, num_envs=4, horizon=8, action=None, seed=0) -> Rollout:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ if "PYTEST_XDIST_WORKER" in os.environ and signal.getsignal(signal.SIGHUP) == si
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup make test
 # Two test workers on two cores: one thread each, before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Graphs that other runs of this user left would change what is tested.
+_CACHE = tempfile.TemporaryDirectory(prefix="graphs")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

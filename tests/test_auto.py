@@ -73,7 +73,7 @@ def test_the_command_line_wins_over_the_recipe_and_checks_see_the_number(monkeyp
     assert (auto.backend.num_envs, auto.backend.lanes) == (12, 2)
     assert set(auto.chosen) == {"backend.num_envs", "backend.lanes"}
     assert settings("env=pong").chosen == {}
-    with pytest.raises(ConfigError, match="backend=envpool_async with backend.lanes=1"):
+    with pytest.raises(ConfigError, match="backend=envpool_async needs backend.lanes of 2"):
         settings("backend=envpool_async", "backend.num_envs=1", "backend.lanes=auto")
 
 

@@ -73,6 +73,7 @@ def make(backend, env, num_envs=2, seed=0):
         return Lanes(lanes, backend)
     if backend == "gymnasium_native":
         return GymnasiumNativeVecEnv(env, num_envs, seed, num_threads=1)
+    assert backend == "envpool", "make() does not know this backend"
     return EnvPoolVecEnv(env, num_envs, seed, num_threads=1)
 
 

@@ -15,7 +15,7 @@ from rl_pipeline.engine.flat import FlatParameters
 from rl_pipeline.learners.distributions import make_distribution
 from rl_pipeline.learners.losses import gae, masked_standardize, ppo_loss, row_weights
 from rl_pipeline.learners.normalizers import ObsNormalizer, RewardNormalizer
-from rl_pipeline.types import Continuous, Discrete, Step
+from rl_pipeline.types import Continuous, Discrete, MultiBinary, MultiDiscrete, Step
 
 
 def estimate(reward, discount, ended, valid, values, gamma=0.9, lam=1.0):
@@ -354,3 +354,50 @@ def test_stored_rows_do_not_change_when_the_environment_reuses_its_array():
 def test_specs_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec().num_envs = 3
+
+
+# -- acting in numpy -------------------------------------------------------------------------------
+
+KINDS = {
+    "discrete": Discrete(3), "gaussian": BOX, "multi": MultiDiscrete((2, 3)), "bits": MultiBinary(3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("normalized", [False, True])
+def test_numpy_acts_as_torch_does_on_the_same_noise(kind, normalized):
+    options = {"action": KINDS[kind], "normalize_obs": normalized}
+    fast, plain = learner(**options, in_numpy=True), learner(**options)
+    rng = np.random.default_rng(0)
+    for agent in (fast, plain):
+        torch.manual_seed(0)
+        agent.params.values.add_(torch.randn_like(agent.params.values) * 0.3)
+        agent._normalize_obs.update(torch.randn(50, 3) * 3 + 1, torch.ones(50, dtype=torch.bool))
+    for _ in range(20):
+        obs = rng.normal(size=(4, 3)).astype(np.float32)
+        mine, extras = fast.policy.act(obs, 0.0)
+        theirs, _ = plain.policy.act(obs, 0.0)
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        assert extras == {} and mine.dtype == theirs.dtype and mine.shape == theirs.shape
+    assert fast.policy.extras == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_ratio_is_one_where_numpy_acted(kind):
+    """Log-probs and values come from the learner's own forward pass over the whole rollout."""
+    agent = learner(action=KINDS[kind], in_numpy=True, normalize_obs=True, learning_rate=1e-3)
+    for seed in range(5):
+        rollout = random_rollout(agent, action=KINDS[kind], seed=seed)
+        assert rollout.extras == {}
+        metrics, updates = agent.update(rollout, 0.0)
+        assert updates == 8
+        assert float(metrics["health/max_abs_log_ratio_first_minibatch"]) < 1e-6
+
+
+def test_an_update_does_not_depend_on_who_acted():
+    fast, plain = learner(in_numpy=True), learner()
+    mine, theirs = random_rollout(fast), random_rollout(plain)
+    assert torch.equal(mine.action, theirs.action)
+    for agent, rollout in ((fast, mine), (plain, theirs)):
+        agent.update(rollout, 0.0)
+    torch.testing.assert_close(fast.params.values, plain.params.values, rtol=1e-5, atol=1e-6)

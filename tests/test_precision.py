@@ -207,7 +207,7 @@ def test_precision_is_stated_never_inherited():
     [
         (["precision.autocast=float16"], "belong to precision=fp32"),
         (["precision=bf16", "precision.loss_scale=8"], "goes with precision=fp16"),
-        (["compile.backend=aot_eager"], "no effect with compile=eager"),
+        (["compile.backend=aot_eager"], "no effect with compile=auto"),
     ],
 )
 def test_bundles_that_contradict_their_name_are_refused(overrides, words):

@@ -39,6 +39,16 @@ def test_the_user_s_threads_win(monkeypatch):
     assert thread_plan(settings(), 8, "affinity").env_threads == 1
 
 
+def test_a_small_network_shares_out_large_minibatches_only(monkeypatch):
+    from conftest import settings
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    line = ("backend.num_envs=64", "algo.horizon=128", "network.hidden=[64,64]")
+    assert thread_plan(settings(*line, "algo.num_minibatches=4"), 2, "x").torch_threads == 2
+    assert thread_plan(settings(*line, "algo.num_minibatches=16"), 2, "x").torch_threads == 1
+    assert thread_plan(settings("algo=dqn"), 8, "x").torch_threads == 1
+
+
 def test_beside_a_stepping_lane_torch_takes_half_of_the_cores(monkeypatch):
     from conftest import settings
 

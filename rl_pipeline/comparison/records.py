@@ -112,6 +112,9 @@ def canonical(
     # What the thread plan made of it stands in `threads.*`.
     asked.pop("backend.num_threads", None)
     got = {_EFFECTIVE.get(key, key): _text(value) for key, value in effective.items()}
+    if got.get("compile", "").startswith("eager until step"):
+        # At which step is another matter in each run (compile=auto).
+        got["compile"] = "eager, then default"
     other = {k: asked[k] for k in got if asked.get(k, got[k]) not in (got[k], "auto")}
     return asked | got, other
 

@@ -372,6 +372,13 @@ class Settings(Frozen):
         return -(-self.total_steps // 10) if every is None else every
 
     @property
+    def minibatch_rows(self) -> int:
+        """Rows that one update learns from."""
+        if isinstance(self.algo, ReplayAlgorithm):
+            return self.algo.batch_size
+        return self.algo.horizon * self.backend.num_envs // self.algo.num_minibatches
+
+    @property
     def chosen(self) -> dict[str, str]:
         """What `auto` chose and why, by setting."""
         return self._chosen

@@ -60,9 +60,12 @@ def thread_plan(settings: Settings, budget: int, reason: str) -> ThreadPlan:
         torch_threads = positive_int("OMP_NUM_THREADS", user.split(",")[0])
         reasons["torch"] = f"{user} (OMP_NUM_THREADS)"
     elif settings.network.name == "mlp":
-        # Small matrix products lose more to waking a second thread than they gain.
-        torch_threads = 1
-        reasons["torch"] = "1 (a small MLP is faster on one thread)"
+        # Small matrix products lose more to waking a second thread than they gain. Measured on two
+        # cores with two layers of 64: minibatches of 512 rows 1.0x, of 1,024 1.18x, of 2,048 1.41x.
+        rows = settings.minibatch_rows
+        torch_threads = min(budget, max(1, rows * sum(settings.network.hidden) // (512 * 128)))
+        why = "large enough to share" if torch_threads > 1 else "faster on one thread"
+        reasons["torch"] = f"{torch_threads} (minibatches of {rows:,} rows, a small MLP: {why})"
     else:
         torch_threads = budget
         reasons["torch"] = f"{budget} (convolutions use the whole budget)"

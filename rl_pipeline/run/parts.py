@@ -51,6 +51,8 @@ def make_training(
 ) -> Training:
     """Learner, buffer and loop of the algorithm that `algo` names."""
     steps = settings.total_steps
+    if settings.mode.name != "sync":
+        raise NotImplementedError(f"mode={settings.mode.name} has no loop here")
     match settings.algo:
         case PPOSettings() as algo:
             from rl_pipeline.buffers.rollout import RolloutBuffer
