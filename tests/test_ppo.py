@@ -359,7 +359,8 @@ def test_specs_are_frozen():
 # -- acting in numpy -------------------------------------------------------------------------------
 
 KINDS = {
-    "discrete": Discrete(3), "gaussian": BOX, "multi": MultiDiscrete((2, 3)), "bits": MultiBinary(3),
+    "discrete": Discrete(3), "gaussian": BOX,
+    "multi": MultiDiscrete((2, 3)), "bits": MultiBinary(3),
 }  # fmt: skip
 
 
