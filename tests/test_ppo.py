@@ -379,6 +379,9 @@ def test_numpy_acts_as_torch_does_on_the_same_noise(kind, normalized):
         mine, extras = fast.policy.act(obs, 0.0)
         theirs, _ = plain.policy.act(obs, 0.0)
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            fast.policy.act_greedy(obs), plain.policy.act_greedy(obs), rtol=1e-5, atol=1e-6
+        )
         assert extras == {} and mine.dtype == theirs.dtype and mine.shape == theirs.shape
     assert fast.policy.extras == ()
 

@@ -50,6 +50,10 @@ class Categorical(_Noisy):
         logits -= np.log(noise)
         return logits.argmax(-1)
 
+    def mode_numpy(self, logits: np.ndarray) -> np.ndarray:
+        """`mode` in numpy."""
+        return logits.argmax(-1)
+
     def mode(self, logits: Tensor) -> Tensor:
         """The most likely actions [B]."""
         return logits.argmax(-1)
@@ -90,6 +94,10 @@ class Gaussian(_Noisy):
         """`sample` in numpy; `mean` [B, D] is written over, `log_std` [D] is that of all rows."""
         assert log_std is not None
         mean += np.exp(log_std) * noise
+        return self.mode_numpy(mean)
+
+    def mode_numpy(self, mean: np.ndarray) -> np.ndarray:
+        """`mode` in numpy; `mean` [B, D]."""
         return mean.reshape(len(mean), *self.action_shape)
 
     def mode(self, params: Tensor) -> Tensor:
@@ -134,6 +142,10 @@ class MultiCategorical(_Noisy):
     ) -> np.ndarray:
         """`sample` in numpy; `logits` may be written over."""
         logits -= np.log(noise)
+        return self.mode_numpy(logits)
+
+    def mode_numpy(self, logits: np.ndarray) -> np.ndarray:
+        """`mode` in numpy."""
         parts = np.split(logits, np.cumsum(self._sizes)[:-1], axis=-1)
         return np.stack([part.argmax(-1) for part in parts], -1)
 
@@ -175,6 +187,10 @@ class Bernoulli(_Noisy):
     ) -> np.ndarray:
         """`sample` in numpy; `logits` may be written over."""
         return (noise < 1 / (1 + np.exp(-logits))).astype(np.int64)
+
+    def mode_numpy(self, logits: np.ndarray) -> np.ndarray:
+        """`mode` in numpy."""
+        return (logits > 0).astype(np.int64)
 
     def mode(self, logits: Tensor) -> Tensor:
         """The most likely actions [B, K]."""

@@ -91,6 +91,8 @@ class ActorCriticPolicy(NetworkPolicy):
     @torch.inference_mode()
     def act_greedy(self, obs: np.ndarray) -> np.ndarray:
         """Mode of the policy for obs [N, ...]."""
+        if self._forward is not None:
+            return self._dist.mode_numpy(self._forward(self._normalize.numpy(obs)))
         params = self._net.policy(self._normalize(self._to_device(obs)))
         return self._dist.mode(params).cpu().numpy()
 
