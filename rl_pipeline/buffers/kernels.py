@@ -30,7 +30,7 @@ AHEAD = 16
 """Rows whose cache lines are asked for before they are copied."""
 
 BAD_ENV, BAD_START, BAD_STACK = -1, -2, -3
-"""What `append` refuses: an id out of range, a valid row right after an end, a broken stack."""
+"""Refusals of `append`: an id out of range, a valid row right after an end, a broken stack."""
 
 compiled = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -220,7 +220,7 @@ def append(
     obs [L * n, ...] and action [L * n, ...] are words, frames [T * N, W] too; `how` is T, depth,
     span, stride and whether frames are kept here (each argument costs a call its time). `out`
     [4, ...] says what was done: the frame `out[3, i]` of row `out[2, i]` of the block went to slot
-    `out[1, i]`. A stack that can go on from the rows before it costs one frame; at the begin of a
+    `out[1, i]`. A stack that can go on from the rows before it costs one frame; at the start of a
     stream whose first stack is neither that nor filled, its older frames are stored first, as rows
     that only carry them.
     """

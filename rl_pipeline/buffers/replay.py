@@ -18,7 +18,7 @@ __all__ = ["Draw", "Priorities", "Replay", "Sequences"]
 
 
 class Draw(NamedTuple):
-    """What was drawn, not yet copied out."""
+    """Rows that were drawn, not yet copied out."""
 
     ids: np.ndarray  # [B] int64
     slots: np.ndarray  # [B] int64: where they are in the ring
@@ -85,7 +85,7 @@ class Replay(Ring):
         which: np.ndarray,
         extras: Mapping[str, Tensor],
     ) -> None:
-        """Store the states that rows at the begin of a sequence came with."""
+        """Store the states that rows at the start of a sequence came with."""
         plan = self.layout
         time = written // plan.num_envs
         begins = (time % plan.stride == 0) & (which == plan.depth - 1)
@@ -141,7 +141,7 @@ class Replay(Ring):
         return self.layout.depth > 1 and self.n_step == 1
 
     def _room(self, size: int) -> tuple[np.ndarray, ...]:
-        """Where a batch is put together: obs, next_obs, action (words), reward, discount."""
+        """Arrays for putting a batch together: obs, next_obs, action (words), reward, discount."""
         words, shares = self._words * self.layout.depth, self._shares_frames
         return (
             np.empty((size, words + self._words * shares), self._word),

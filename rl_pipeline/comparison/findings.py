@@ -1,4 +1,4 @@
-"""What a comparison says in words: effects of choices, and what to know before believing them."""
+"""A comparison in words: effects of choices, and what to know before believing them."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def damaged(study: StudyRecord) -> list[str]:
 
 
 def _backend_differences(found: Comparison) -> list[str]:
-    """What is known to differ between the backends that are compared, on each task."""
+    """Known differences between the backends that are compared, on each task."""
     pairs = dict.fromkeys(
         (run.settings["env.id"], run.settings["backend"])
         for group in found.groups for run in group.done if "env.id" in run.settings
@@ -169,7 +169,7 @@ def _at_once(runs: Sequence[RunRecord]) -> int:
 
 
 def _pooled(found: Comparison) -> list[str]:
-    """What `by` leaves out although it differs inside a group."""
+    """Notes on settings that `by` leaves out although they differ inside a group."""
     pooled: dict[str, set[str]] = {}
     for group in found.groups:
         settings = [run.settings for run in group.done]

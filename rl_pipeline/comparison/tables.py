@@ -57,7 +57,7 @@ def comparison_rows(
 
 
 def comparison_caption(found: Comparison) -> str:
-    """What the columns mean."""
+    """Caption with the meaning of the columns."""
     lines = [
         "env steps/s: median over runs [95 % bootstrap]; speed-up: ratio of geometric means "
         "[95 % Welch on log rates, all together]; an interval that holds 1 is no difference"

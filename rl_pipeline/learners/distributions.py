@@ -18,7 +18,7 @@ class Categorical:
         self.num_params = action.num_actions
 
     def noise(self, rows: int, generator: torch.Generator) -> Tensor:
-        """What `sample` makes random, [rows, A]; drawn outside of any graph, fresh every time."""
+        """Random numbers for `sample`, [rows, A]; drawn outside of any graph, fresh every time."""
         shape = (rows, self.num_params)
         return torch.empty(shape, device=generator.device).exponential_(generator=generator)
 
@@ -53,7 +53,7 @@ class Gaussian:
         self.num_params = math.prod(action.shape)
 
     def noise(self, rows: int, generator: torch.Generator) -> Tensor:
-        """What `sample` makes random, [rows, D]; drawn outside of any graph, fresh every time."""
+        """Random numbers for `sample`, [rows, D]; drawn outside of any graph, fresh every time."""
         shape = (rows, self.num_params)
         return torch.empty(shape, device=generator.device).normal_(generator=generator)
 
@@ -91,7 +91,7 @@ class MultiCategorical:
         self.num_params = sum(self._sizes)
 
     def noise(self, rows: int, generator: torch.Generator) -> Tensor:
-        """What `sample` makes random, [rows, sum of A_k]."""
+        """Random numbers for `sample`, [rows, sum of A_k]."""
         return torch.cat([part.noise(rows, generator) for part in self._parts], -1)
 
     def sample(self, logits: Tensor, noise: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Bernoulli:
         self.num_params = action.num_bits
 
     def noise(self, rows: int, generator: torch.Generator) -> Tensor:
-        """What `sample` makes random, [rows, K]."""
+        """Random numbers for `sample`, [rows, K]."""
         shape = (rows, self.num_params)
         return torch.empty(shape, device=generator.device).uniform_(generator=generator)
 
