@@ -89,7 +89,7 @@ def run(settings: CompareSettings) -> None:
 
 
 def _place(settings: CompareSettings) -> str:
-    """Where the artifacts go: another question never replaces the answer of the sweep."""
+    """Folder for the artifacts: another question never replaces the answer of the sweep."""
     asked = settings.model_dump(include={"by", "baseline", "threshold", "margin", "steps"})
     words = [f"{key}={value}" for key, value in asked.items() if value is not None]
     return "-".join(["comparison", *re.findall(r"[\w.]+", " ".join(words))])

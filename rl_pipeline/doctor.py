@@ -197,7 +197,7 @@ def _is_shipped(folder: Path) -> bool:
 
 
 def _temporary(folder: Path, fix: bool) -> Iterator[Finding]:
-    """What a killed process was writing."""
+    """The finding of files that a killed process was writing; `fix` removes them."""
     found = [p for pattern in _TEMPORARY for p in folder.glob(pattern) if p.is_file()]
     if not found:
         return

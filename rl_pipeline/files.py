@@ -20,14 +20,14 @@ ROOM_BYTES = 64 * 1024
 """Kept free in a run folder for its last words on a full disk."""
 _ROOM = ".room"
 RUN_FILES = ("run.json", "result.json", "metrics.jsonl")
-"""What tells a run's folder from others."""
+"""Files that tell a run's folder from others."""
 OURS = (
     *RUN_FILES, ".hydra", "checkpoints", "replay", "tracking.json", "mlflow.json", "tracking.log",
     _ROOM,
 )  # fmt: skip
 """All that a run writes into its folder."""
 BEFORE_A_RUN = (".hydra", "replay", _ROOM)
-"""What is written before the run exists."""
+"""Names of what is written before the run exists."""
 
 
 def working_directory(fix: bool = False) -> Path:
@@ -77,7 +77,7 @@ def write_json(path: Path, value: Any, mode: int = 0o644, sync: bool = True) -> 
 
 
 def damage(path: Path) -> str:
-    """What is wrong with a JSON object's file, in words; empty where nothing is."""
+    """The damage to a JSON object's file, in words; empty where there is none."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
@@ -129,7 +129,7 @@ def give_room(folder: Path) -> None:
 
 
 def check_zip(path: Path) -> str:
-    """What is wrong with a zip archive (torch.save writes one), in words; empty if nothing is.
+    """The damage to a zip archive (torch.save writes one), in words; empty if there is none.
 
     Every member is read against its CRC-32: one flipped bit shows.
     """
@@ -210,7 +210,7 @@ class Claim:
         with suppress(OSError):
             give_room(self.folder)
         if not self.begun:
-            # Of a run that exists, its tracker may be writing just now: nothing of it is ours.
+            # The tracker of a run that exists may be writing just now: nothing of it is ours.
             mine = set() if "run.json" in self._before else {*BEFORE_A_RUN, *self.also}
             for name in mine - self._before:
                 with suppress(OSError):
@@ -256,7 +256,7 @@ def _remove(path: Path) -> None:
 
 
 def _holder(descriptor: int) -> str:
-    """Which process locks a file, in words; empty where the system does not tell (proc(5))."""
+    """The process that locks a file, in words; empty where the system does not tell (proc(5))."""
     status = os.fstat(descriptor)
     place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError):

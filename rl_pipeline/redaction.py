@@ -90,7 +90,7 @@ def _is_secret(key: str) -> bool:
 
 
 def _parts(secret: str) -> set[str]:
-    """What libraries show of a password that they took for a host, a port or a path."""
+    """Parts of a password that libraries show if they took it for a host, a port or a path."""
     ends = [found.start() for found in re.finditer(r"[/?#@:&\[\]\s]", secret)]
     between = [-1, *ends, len(secret)]
     return {secret[a + 1 : b] for a in between for b in between if b - a > 2}

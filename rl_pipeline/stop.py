@@ -1,4 +1,4 @@
-"""How a run is told to end: signals as requests, and exit codes that are true."""
+"""The end of a run on request: signals as requests, and exit codes that are true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people read: streams that cannot end the work, and lines that run as they are printed."""
+"""Text for people: streams that cannot end the work, and lines that run as they are printed."""
 
 from __future__ import annotations
 

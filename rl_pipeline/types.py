@@ -71,7 +71,7 @@ ActionSpace = Discrete | MultiDiscrete | MultiBinary | Continuous
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """What a vector of identical environments looks like from outside."""
+    """Outside view of a vector of identical environments."""
 
     id: str
     backend: str
@@ -117,7 +117,7 @@ class Episode(NamedTuple):
 
 Metrics = Mapping[str, "torch.Tensor | float"]
 Extras = dict[str, "torch.Tensor"]
-"""What a policy wants stored beside a step, [n] each."""
+"""Tensors that a policy wants stored beside a step, [n] each."""
 
 
 class Batch(NamedTuple):
@@ -245,7 +245,7 @@ class Policy(Protocol):
 
     @property
     def version(self) -> int:
-        """How many updates of this session made the parameters that it acts with."""
+        """Number of this session's updates that made the parameters it acts with."""
 
     def act(self, obs: np.ndarray, progress: float) -> tuple[np.ndarray, Extras]:
         """Actions [N, ...] for obs [N, ...], with exploration, and what is stored beside them.

@@ -30,7 +30,7 @@ AHEAD = 16
 """Rows whose cache lines are asked for before they are copied."""
 
 BAD_ENV, BAD_START, BAD_STACK = -1, -2, -3
-"""What `append` refuses: an id out of range, a valid row right after an end, a broken stack."""
+"""Refusals of `append`: an id out of range, a valid row right after an end, a broken stack."""
 
 compiled = njit(nogil=True, cache=True, error_model="numpy")
 

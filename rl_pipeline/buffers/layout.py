@@ -1,4 +1,4 @@
-"""How replay is laid out, what that costs, and whether it fits. Imports nothing heavy."""
+"""The layout of replay, what it costs, and whether it fits. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Layout:
     state_bytes: int
     """Recurrent state stored with a row that begins a sequence."""
     stride: int
-    """Rows between the begins of sequences; 1 for transitions."""
+    """Rows between the starts of sequences; 1 for transitions."""
     fanout: int = FANOUT
     """Children of a node of the sum tree."""
 
@@ -88,7 +88,7 @@ class Layout:
 
 
 def tree_starts(leaves: int, fanout: int = FANOUT) -> np.ndarray:
-    """Where each level of the sum tree begins, leaves first; levels are padded to whole nodes."""
+    """First index of each level of the sum tree, leaves first; levels are padded to whole nodes."""
     starts = [0]
     while leaves > 1:
         starts.append(starts[-1] + math.ceil(leaves / fanout) * fanout)

@@ -25,7 +25,7 @@ __all__ = ["Draw", "Priorities", "Replay", "Sequences"]
 
 
 class Draw(NamedTuple):
-    """What was drawn, not yet copied out."""
+    """Rows that were drawn, not yet copied out."""
 
     ids: np.ndarray  # [B] int64
     slots: np.ndarray  # [B] int64: where they are in the ring
@@ -148,7 +148,7 @@ class Replay(Ring):
         return self.layout.depth > 1 and self.n_step == 1
 
     def _room(self, size: int) -> tuple[np.ndarray, ...]:
-        """Where a batch is put together: obs, next_obs, action (words), reward, discount."""
+        """Arrays for putting a batch together: obs, next_obs, action (words), reward, discount."""
         words, shares = self._words * self.layout.depth, self._shares_frames
         return (
             np.empty((size, words + self._words * shares), self._word),

@@ -1,4 +1,4 @@
-"""What every replay shares: which row lives where, what can be drawn, writing and saving.
+"""Base of every replay: which row lives where, what can be drawn, writing and saving.
 
 A ring [time, env]. Row k of an environment holds what was seen, done and earned there; where it
 led is row k + 1. A row that only resets is never drawn: its observation is the true last one of
@@ -86,7 +86,7 @@ class Sequences:
 
     @property
     def stride(self) -> int:
-        """Rows from the begin of a sequence to that of the next."""
+        """Rows from the start of a sequence to that of the next."""
         if not 0 <= self.overlap < self.span:
             raise ValueError(f"overlap={self.overlap} must be in 0 .. {self.span - 1}")
         return self.span - self.overlap
@@ -165,7 +165,7 @@ class Ring(ABC):
         self._ring = (geometry, self._frames, self._meta, self._books, self._last)
         self._room_for = 0
         self._accepted: tuple | None = None
-        """What the last rows looked like, where nothing had to be done about it."""
+        """Shapes and dtypes of the last rows, where nothing had to be converted."""
 
     def _allocate_books(self) -> None:
         layout, box = self.layout, self.spec.action
@@ -193,7 +193,7 @@ class Ring(ABC):
 
     @property
     def size(self) -> int:
-        """Transitions (begins of sequences) that can be drawn now."""
+        """Transitions (starts of sequences) that can be drawn now."""
         return int(self._size[0])
 
     @property
@@ -366,7 +366,7 @@ class Ring(ABC):
 
     @abstractmethod
     def _contents(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """What is stored slot by slot, and the states, as host arrays."""
+        """Arrays that are stored slot by slot, and the states, all on the host."""
 
     @abstractmethod
     def _install(self, arrays: dict[str, np.ndarray], states: dict[str, np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""What runs cost besides time: one line a figure, read by measure, tables, CSV and JSON."""
+"""Costs of runs besides time: one line a figure, read by measure, tables, CSV and JSON."""
 
 from __future__ import annotations
 

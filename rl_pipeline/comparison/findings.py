@@ -1,4 +1,4 @@
-"""What a comparison says in words: effects of choices, and what to know before believing them."""
+"""A comparison in words: effects of choices, and what to know before believing them."""
 
 from __future__ import annotations
 

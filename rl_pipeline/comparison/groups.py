@@ -74,7 +74,7 @@ class Group:
 
     @property
     def machine(self) -> str:
-        """Where its runs finished."""
+        """Machines on which its runs finished."""
         return " | ".join(sorted({run.machine for run in self.done}))
 
     @property
@@ -108,9 +108,9 @@ class Comparison:
     effects: list[Effect] = field(default_factory=list)
     interactions: list[Interaction] = field(default_factory=list)
     answer: list[str] = field(default_factory=list)
-    """What each choice does to the speed, one phrase each."""
+    """Effect of each choice on the speed, one phrase each."""
     notes: list[str] = field(default_factory=list)
-    """What a reader must know before believing the rest."""
+    """Warnings that a reader must know before believing the rest."""
 
 
 def short(factor: str, level: str) -> str:

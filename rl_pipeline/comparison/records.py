@@ -23,7 +23,7 @@ from rl_pipeline.tracking.tracker import LOST
 if TYPE_CHECKING:
     from rl_pipeline.tracking.store import Store
 
-# Asked for and what came of it: the key of result.json's `effective` to the setting's own.
+# What was asked for and what came of it: the key of result.json's `effective` to the setting's own.
 _EFFECTIVE = {
     "num_envs": "backend.num_envs", "lanes": "backend.lanes", "placement": "buffer.placement",
     "compile_backend": "compile.backend",
@@ -92,9 +92,9 @@ class StudyRecord:
     varied: tuple[str, ...] = ()
     baseline: str | None = None
     threshold: float | None = None
-    """What its sweep compared with, and asked to reach."""
+    """Return that its sweep asked to reach; `baseline` is the setting that it compared with."""
     damage: tuple[str, ...] = ()
-    """What of its own could not be read, and why."""
+    """Parts of its own record that could not be read, and why."""
 
 
 def canonical(
@@ -120,7 +120,7 @@ def canonical(
 
 
 def _of_overrides(overrides: Iterable[str]) -> dict[str, str]:
-    """What is known of a job that left no settings."""
+    """Settings of a job that left only its overrides."""
     pairs = (o.lstrip("+").partition("=") for o in overrides)
     return {key: value for key, _, value in pairs if key.split(".")[0] not in _PROTOCOL}
 
@@ -212,7 +212,7 @@ def _rows(path: Path) -> tuple[list[tuple[str, int, float]], str]:
 
 
 def _points(row: Any) -> list[tuple[str, int, float]]:
-    """What a row holds of CURVES; raises ValueError where it is none."""
+    """(metric, env step, value) of CURVES in a row; raises ValueError where it is none."""
     metrics = row.get("metrics") if isinstance(row, dict) else None
     if not isinstance(metrics, dict):
         raise ValueError("no row")

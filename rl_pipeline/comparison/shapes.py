@@ -1,4 +1,4 @@
-"""What the files of run folders must look like before a comparison believes them."""
+"""Shapes that the files of run folders must have before a comparison believes them."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def parity(returns: Sequence[float], base: Sequence[float], margin: float) -> Pa
 
 
 class Effect(NamedTuple):
-    """What changing `factor` from `base` to `level` does to the speed, as a ratio."""
+    """Effect on the speed, as a ratio, of changing `factor` from `base` to `level`."""
 
     factor: str
     level: str

@@ -1,4 +1,4 @@
-"""What the backends are like: the one table that rules, `auto` and the thread plan read.
+"""Traits of the backends: the one table that rules, `auto` and the thread plan read.
 
 A new backend is a line here, an adapter in envs/, a branch of `make_envs` and an option file.
 """
@@ -22,7 +22,7 @@ class Backend:
     steps: Literal["loop", "processes", "vector"]
     """One environment after the other, each in a process of its own, or all by one library call."""
     package: str | None = None
-    """What must be installed besides Gymnasium."""
+    """Package that must be installed besides Gymnasium."""
     own_ids: bool = False
     """It knows tasks by names of its own (`env.envpool_id`) and refuses others."""
     threaded: tuple[str, ...] = ()

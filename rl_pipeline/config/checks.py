@@ -1,4 +1,4 @@
-"""What is refused before a run begins: places, secrets, and what this machine cannot do."""
+"""Checks before a run begins: places, secrets, and what this machine cannot do."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def multirun_of(overrides: list[str]) -> tuple[dict[str, Any], str]:
 
 
 def digest(overrides: Sequence[str]) -> str:
-    """What a job and its second try have in common, in a few characters."""
+    """A few characters that a job and its second try share: a digest of their overrides."""
     return hashlib.sha256("\n".join(sorted(own_overrides(overrides))).encode()).hexdigest()[:16]
 
 
@@ -211,7 +211,7 @@ def passed_on(overrides: Sequence[str]) -> list[str]:
 
 
 def objective(result: dict[str, Any]) -> float:
-    """What a sweep maximises: the evaluated return, else that of training, else NaN."""
+    """The value that a sweep maximises: the evaluated return, else that of training, else NaN."""
     if result.get("status") != "finished":
         return math.nan
     returns = result["returns"]

@@ -24,7 +24,7 @@ _COUNTABLE = 2**63 - 1
 
 @dataclass(frozen=True)
 class Part:
-    """What some settings need memory for."""
+    """A part of a run that needs memory: its name, its least bytes, the settings behind it."""
 
     what: str
     nbytes: int
@@ -32,7 +32,7 @@ class Part:
 
 
 def parts(settings: Settings) -> list[Part]:
-    """What a run needs memory for, and at least how much."""
+    """The parts of a run that need memory, each with the least that it needs."""
     env, algo, backend = settings.env, settings.algo, settings.backend
     atari = env.atari
     obs = atari.frame_stack * atari.screen_size**2 if atari else 4

@@ -1,4 +1,4 @@
-"""What can be chosen: groups, options and keys, and the nearest valid ones to a misspelt word."""
+"""Valid choices: groups, options and keys, and the nearest ones to a misspelt word."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def groups() -> list[str]:
 
 
 def launcher_keys() -> list[str]:
-    """What the launchers here understand."""
+    """Keys that the launchers here understand."""
     files = [OmegaConf.load(path) for path in (CONF / "hydra" / "launcher").glob("*.yaml")]
     return [f"hydra.launcher.{key!s}" for file in files for key in file if key != "_target_"]
 
 
 def options_of(group: str, word: str | None = None) -> str:
-    """What `group` can be, and what was perhaps meant by `word`; for the end of a message."""
+    """The end of a message: the options of `group`, and the one perhaps meant by `word`."""
     if group.startswith("hydra/"):
         return f"is its package installed? ({group}=optuna: pip install 'rl_pipeline[sweep]')"
     valid = sorted(p.stem for p in (CONF / group).glob("*.yaml"))
@@ -107,7 +107,7 @@ def recipe_of(algo: str, env: str) -> str:
 
 
 def option_file(group: str, option: str) -> Path | None:
-    """Where an option of a group is written down, ours or the user's."""
+    """File of an option of a group, ours or the user's; None where there is none."""
     files = (folder / group / f"{option}.yaml" for folder in (CONF, origins.conf_folder()))
     return next((file for file in files if file.exists()), None)
 

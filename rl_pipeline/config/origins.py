@@ -1,4 +1,4 @@
-"""What composes a configuration besides its overrides, and what a saved one may say.
+"""Sources of a configuration besides its overrides, and what a saved one may say.
 
 A run and a sweep record where their options came from; a resume puts that back. It never obeys a
 file in what Hydra itself does: such a file may come from anywhere.
@@ -28,7 +28,7 @@ OF_HYDRA = (
     "callbacks", "job_logging", "hydra_logging", "run", "sweep", "output_subdir", "job.chdir",
     "job.env_set", "job.env_copy", "launcher._target_", "sweeper._target_",
 )  # fmt: skip
-"""What decides which code Hydra runs and where it writes."""
+"""Keys that decide which code Hydra runs and where it writes."""
 
 
 def conf_folder() -> Path:
@@ -60,7 +60,7 @@ def flags_of(argv: list[str]) -> argparse.Namespace:
 
 
 def origin(hydra: Any) -> dict[str, Any]:
-    """Where a composed configuration came from, in absolute paths, by Hydra's node of it."""
+    """Sources of a composed configuration, in absolute paths, by Hydra's node of it."""
     found: dict[str, Any] = {"working_directory": str(hydra.runtime.cwd), "search_path": []}
     for source in hydra.runtime.config_sources:
         folder = _folder(source.schema, source.path)

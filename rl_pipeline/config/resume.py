@@ -29,7 +29,7 @@ FIXED_ON_RESUME = (
     "seed", "env", "backend.name", "backend.num_envs", "buffer.name", "buffer.capacity",
     "buffer.alpha", "buffer.beta", "network", "algo",
 )  # fmt: skip
-"""What makes a run the run it is. Where the replay's bytes live is not part of it."""
+"""Settings that make a run the run it is; the place of the replay's bytes is none of them."""
 
 
 def check_resume(settings: Settings, folder: Path) -> None:
@@ -80,7 +80,7 @@ def _new_values(overrides: list[str]) -> set[str]:
 
 
 def _named(argv: list[str], key: str) -> str | None:
-    """What `resume=` or `study.resume=` says, None where nothing; raises ConfigError."""
+    """Value of `resume=` or `study.resume=`, None where there is none; raises ConfigError."""
     texts = [a for a in argv if re.match(rf"\+{{0,2}}{re.escape(key)}=", a)]
     if not texts:
         return None

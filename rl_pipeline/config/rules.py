@@ -1,4 +1,4 @@
-"""What no single setting can know: choices that do not go together, figures that never meet."""
+"""Rules over several settings: choices that do not go together, figures that never meet."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class EnvSettings(Frozen):
 
 
 class BackendSettings(Frozen):
-    """What steps the environments."""
+    """The backend that steps the environments."""
 
     name: BackendName
     num_envs: PositiveInt = 8
@@ -111,16 +111,16 @@ class BackendSettings(Frozen):
 
     @property
     def traits(self) -> Backend:
-        """What this backend is like."""
+        """Traits of this backend."""
         return BACKENDS[self.name]
 
 
 class BufferSettings(Frozen):
-    """Where transitions wait for the learner."""
+    """The buffer in which transitions wait for the learner."""
 
     name: Literal["rollout", "uniform", "prioritized", "deque", "memmap"]
     placement: Literal["cpu", "pinned", "cuda"] = "cpu"
-    """Where the bytes live."""
+    """Memory that holds the bytes."""
     capacity: PositiveInt | None = None
     """Rows in all, over the environments; null for rollout, whose size is one horizon."""
     alpha: Fraction | None = None
@@ -179,7 +179,7 @@ class PPOSettings(Frozen):
 
 
 class ReplayAlgorithm(Frozen):
-    """What all algorithms have that learn from replay."""
+    """Settings of all algorithms that learn from replay."""
 
     learning_starts: Count = 1_000
     """Env steps stored before the first update."""
@@ -206,10 +206,10 @@ class DQNSettings(ReplayAlgorithm):
     target_every: PositiveInt = 1_000
     """Updates (as in the paper, not env steps) between moves of the target network."""
     tau: Annotated[Float, Field(gt=0, le=1)] = 1.0
-    """How far the target moves towards the network each time; 1 copies it."""
+    """Share of the way that the target moves towards the network each time; 1 copies it."""
     error_clip: PositiveFloat | None = 1.0
-    """Where the Huber loss turns from quadratic to linear; null is half the squared error. With
-    rewards that are not clipped it hides large errors at episode ends, and Q can diverge."""
+    """Error at which the Huber loss turns from quadratic to linear; null is half the squared error.
+    With rewards that are not clipped it hides large errors at episode ends, and Q can diverge."""
     max_grad_norm: PositiveFloat = 10.0
     epsilon_start: Fraction = 1.0
     epsilon_end: Fraction = 0.05
@@ -219,7 +219,7 @@ class DQNSettings(ReplayAlgorithm):
 
 
 class DeviceSettings(Frozen):
-    """Where tensors live."""
+    """The device that holds the tensors."""
 
     name: Literal["auto", "cpu", "cuda"]
 
@@ -231,7 +231,7 @@ class PrecisionSettings(Frozen):
     autocast: Literal["bfloat16", "float16"] | None = None
     """Type of matrix products and convolutions; logits, values and losses stay in float32."""
     matmul: Literal["highest", "high"] = "highest"
-    """What is left in float32: `high` lets matrix products use TF32."""
+    """Precision of what is left in float32: `high` lets matrix products use TF32."""
     loss_scale: PositiveFloat | None = None
     """Initial loss scale, for fp16 gradients; null does without one."""
 
@@ -251,7 +251,7 @@ class PrecisionSettings(Frozen):
 
 
 class CompileSettings(Frozen):
-    """How act, advantages and updates are compiled."""
+    """The way that act, advantages and updates are compiled."""
 
     name: Literal["auto", "eager", "default", "reduce_overhead", "max_autotune", "cudagraphs"]
     """auto: eager until the graphs are built, in the background; at once where they are kept."""
@@ -271,19 +271,19 @@ class CompileSettings(Frozen):
 
 
 class ModeSettings(Frozen):
-    """How sampling and learning are scheduled."""
+    """The schedule of sampling and learning."""
 
     name: Literal["sync"]
 
 
 class ProfileSettings(Frozen):
-    """What is measured inside the loop."""
+    """Measurements inside the loop."""
 
     name: Literal["phases", "serialised", "none"]
 
 
 class TrackingSettings(Frozen):
-    """Where a run is recorded besides its own folder."""
+    """The store that a run is recorded in besides its own folder."""
 
     name: Literal["mlflow", "server", "none"]
     uri: str | None = None
@@ -322,7 +322,7 @@ class CheckpointSettings(Frozen):
 
 
 class StudySettings(Frozen):
-    """What a multirun belongs to."""
+    """The study that a multirun belongs to."""
 
     name: str | None = None
     """Name of the parent run; null takes the sweep's varied settings."""
@@ -332,7 +332,7 @@ class StudySettings(Frozen):
     resume: str | None = None
     """Folder, name or MLflow id of an earlier multirun: only its missing jobs are run."""
     baseline: str | None = None
-    """What the comparison takes as 1, e.g. backend=gymnasium; null: the first setting."""
+    """Setting that the comparison takes as 1, e.g. backend=gymnasium; null: the first setting."""
     threshold: Float | None = None
     """Return whose first reach (env steps, seconds) the comparison tells."""
 
@@ -380,7 +380,7 @@ class Settings(Frozen):
 
     @property
     def chosen(self) -> dict[str, str]:
-        """What `auto` chose and why, by setting."""
+        """Choices of `auto` and their reasons, by setting."""
         return self._chosen
 
     @classmethod

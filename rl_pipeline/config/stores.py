@@ -1,4 +1,4 @@
-"""Which store a run is recorded in: its URI, its file, and whether that is a store at all."""
+"""The store that a run is recorded in: its URI, its file, and whether that is one at all."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _check_contents(database: Path, expected: set[str]) -> None:
 
 
 def _look_into(database: Path) -> tuple[set[str], str, int]:
-    """Its tables, the version of its scheme, and how many experiments it has."""
+    """Its tables, the version of its schema, and how many experiments it has."""
     # Never made anew: `mode=rw` opens what is there.
     where = f"file:{quote(str(database))}?mode=rw"
     with closing(sqlite3.connect(where, uri=True, timeout=5)) as connection:
@@ -323,7 +323,7 @@ def connect(database: Path, mode: str) -> sqlite3.Connection:
 
 
 def how_to_open(uri: str) -> str:
-    """How to look at a store."""
+    """The command or address with which to look at a store."""
     if uri.startswith("http"):
         return f"open {uri}"
     if uri == uri_of(working_directory() / "mlflow.db"):
@@ -337,5 +337,5 @@ def how_to_open(uri: str) -> str:
 
 
 def server_of(uri: str) -> str:
-    """Where the pages of a store are: its own server, or where `make ui` puts one."""
+    """Address of a store's pages: its own server, or the one that `make ui` starts."""
     return uri if uri.startswith("http") else "http://127.0.0.1:5000"

@@ -1,4 +1,4 @@
-"""How a traced graph is built: by a registered compiler, ahead of time, or captured."""
+"""Builders of traced graphs: by a registered compiler, ahead of time, or captured."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 def package_key(
     graph: torch.fx.GraphModule, example: Sequence[Tensor], options: dict[str, Any]
 ) -> str:
-    """What a package depends on: the code, the forms of its arguments, and this machine."""
+    """Digest of what a package depends on: code, forms of its arguments, and this machine."""
     facts = (
         graph.code,
         [(tuple(x.shape), x.stride(), str(x.dtype), str(x.device)) for x in example],
@@ -108,7 +108,7 @@ def package_key(
 
 
 class Capture(Protocol):
-    """What records a call once and repeats it: CUDA, or a stand-in in the tests."""
+    """Recorder of a call, which also repeats it: CUDA, or a stand-in in the tests."""
 
     def warm_up(self, run: Callable[[], Any], times: int) -> None:
         """Call `run` where capturing it later is allowed."""
@@ -189,13 +189,13 @@ def captured(build: Builder | None, capture: Capture) -> Builder:
 
 @dataclass(frozen=True)
 class CompilePlan:
-    """What `compile` means here."""
+    """The way that `compile` builds and captures functions here."""
 
     name: str = "eager"
     build: Builder | None = None
     """None runs every function as it is."""
     capture: Capture | None = None
-    """What records calls, all minibatches of an epoch in one; else each minibatch is a call."""
+    """Recorder of calls, all minibatches of an epoch in one; None: each minibatch is a call."""
     fallback: bool = False
     later: bool = False
     """What is not in the cache runs eagerly until another process has built it."""

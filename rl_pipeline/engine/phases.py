@@ -1,4 +1,4 @@
-"""Where the wall time goes: `with phases("env"):`, nested, exclusive, cheap.
+"""Phases of the wall time: `with phases("env"):`, nested, exclusive, cheap.
 
 Host time comes from one clock. On an accelerator the host only launches work, so each phase also
 leaves a pair of device events; they are resolved at the log tick, never inside a phase.

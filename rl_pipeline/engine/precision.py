@@ -23,7 +23,7 @@ JUDGED_UPDATES = 20
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a network's trunk computes; its features, and all that follows, are in `wide`."""
+    """Arithmetic of a network's trunk; its features, and all that follows, are in `wide`."""
 
     name: str = "fp32"
     device: str = "cpu"
@@ -59,7 +59,7 @@ FP32 = Arithmetic()
 def choose_arithmetic(
     settings: PrecisionSettings, device: torch.device, capability: tuple[int, int] | None = None
 ) -> tuple[Arithmetic, str]:
-    """What `precision` means on this device, and why.
+    """The arithmetic that `precision` means on this device, and why.
 
     `capability` is the CUDA device's. Raises ConfigError for what it cannot do or only at a loss.
     """
@@ -136,7 +136,7 @@ class NoScale:
         return int(self._kept["skipped"])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What was loaded."""
+        """The state that was loaded."""
         return self._kept
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

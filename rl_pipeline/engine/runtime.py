@@ -39,7 +39,7 @@ def stream_seed(seed: int, stream: str, index: int = 0) -> int:
 
 @dataclass(frozen=True)
 class ThreadPlan:
-    """How the CPU budget is shared out."""
+    """The shares of the CPU budget, in threads."""
 
     budget: int
     torch_threads: int
@@ -117,7 +117,7 @@ def choose_device(name: str) -> tuple[torch.device, str]:
 
 @dataclass(frozen=True)
 class Runtime:
-    """What the networks run on and with: device, arithmetic, and how functions are compiled."""
+    """The base that the networks run on: device, arithmetic, and how functions are compiled."""
 
     device: torch.device
     device_reason: str

@@ -26,7 +26,7 @@ SLOTS = 2
 
 @dataclass
 class Direction:
-    """What went one way so far."""
+    """Copies in one direction so far."""
 
     copies: int = 0
     bytes: int = 0
@@ -132,7 +132,7 @@ class Transfers:
 
 
 class HiddenWaits:
-    """Where the host waits for the device although nobody asked for it: `.item()`, `if tensor:`.
+    """Places where the host waits for the device unasked: `.item()`, `if tensor:`.
 
     torch warns of each while its sync-debug mode is on. The copy of actions to the host (`d2h`)
     is meant, and so is what logging, evaluation and saving read.

@@ -37,7 +37,7 @@ KNOWN: tuple[tuple[str, set[str], str], ...] = (
 
 
 def known_differences(task_id: str, backend_a: str, backend_b: str) -> list[str]:
-    """How the task of Gymnasium id `task_id` differs between two backends, in words."""
+    """Differences of the task of Gymnasium id `task_id` between two backends, in words."""
     return [
         text
         for pattern, backends, text in KNOWN

@@ -215,7 +215,7 @@ class GymnasiumVecEnv(BaseVecEnv):
 
 
 def _form(value: Any) -> Any:
-    """What must agree between a saved value and ours."""
+    """Shape and dtype of an array, else the type: a saved value and ours must agree in it."""
     return (value.shape, value.dtype) if isinstance(value, np.ndarray) else type(value)
 
 

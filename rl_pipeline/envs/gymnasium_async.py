@@ -41,7 +41,7 @@ class _Workers(AsyncVectorEnv):
 
 
 class _Telling(gym.Wrapper):
-    """What comes back from a worker: errors as plain text, and of `info` only what is read.
+    """Wrapper in a worker: it sends errors as plain text, and of `info` only what is read.
 
     An exception that does not pickle would be lost in the worker, and the trainer wait for it.
     """
@@ -102,7 +102,7 @@ class GymnasiumAsyncVecEnv(BaseVecEnv):
         seeds = env_seeds(seed, num_envs)
         self._seeds: list[int | None] | None = [*seeds]
         self._timeout_s = step_timeout_s
-        with randomness.preserved():  # also Gymnasium makes one here, to read its spaces
+        with randomness.preserved():  # Gymnasium, too, makes one here, to read its spaces
             probe: Any = make_env(env)
             limit = probe.spec.max_episode_steps if probe.spec else None
             if self._atari:

@@ -24,7 +24,7 @@ NUM_FRAMES = 300
 
 @dataclass
 class Sample:
-    """What one backend shows of a task under a uniformly random policy."""
+    """Facts and samples of a task in one backend, under a uniformly random policy."""
 
     facts: dict[str, str]
     """Properties that are either equal or not, as measured; absent where the games did not tell."""
@@ -35,7 +35,7 @@ class Sample:
     returns: np.ndarray
     """Their raw scores."""
     at_limit: str = ""
-    """How an episode ends that terminates in exactly the step of its time limit; "" where none
+    """End of an episode that terminates in exactly the step of its time limit; "" where none
     terminated. No verdict is based on it: `differences.py` names where backends differ."""
 
 
@@ -128,7 +128,7 @@ def _action_text(action: ActionSpace) -> str:
 
 
 def _limit_unit(envs: VecEnv) -> str:
-    """What one step of a time limit counts: agent steps, or something else."""
+    """Unit that a time limit counts in: agent steps, or something else."""
     rng = np.random.default_rng(0)
     envs.reset()
     count, over = 0, False

@@ -46,7 +46,7 @@ def layers(env: gym.Env) -> list[gym.Env]:
 
 
 def capture() -> list[Any]:
-    """Where the process's generators stand, as plain data and arrays."""
+    """States of the process's generators, as plain data and arrays."""
     torch = sys.modules.get("torch")
     state = None if torch is None else torch.default_generator.get_state().numpy().copy()
     return [random.getstate(), np.random.get_state(), state]

@@ -38,7 +38,7 @@ _NONE = object()
 
 
 class SnapshotError(ValueError):
-    """What an environment holds cannot be data, or data does not fit the environment."""
+    """The contents of an environment cannot be data, or data does not fit the environment."""
 
 
 class _Plain:
@@ -121,7 +121,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _root(array: np.ndarray) -> Any:
-    """What owns the memory of an array."""
+    """The object that owns the memory of an array."""
     owner: Any = array
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base
@@ -290,7 +290,7 @@ class _Reader:
         raise SnapshotError(f"{kind!r} is no kind of value")
 
     def _read_shared(self, kind: str, rest: list[Any], number: int, template: Any) -> Any:
-        """What may hold itself: it exists before what is in it."""
+        """A value that may hold itself: it exists before what is in it."""
         if kind == "object":
             return self._object(number, template, *rest)
         if kind == "deque":

@@ -69,7 +69,7 @@ class ObsNormalizer:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What `apply` needs beside obs; graphs take it as arguments, so that it can move."""
+        """Tensors that `apply` needs beside obs; arguments of graphs, so that they can move."""
         return (self._mean, self._scale)
 
     @staticmethod

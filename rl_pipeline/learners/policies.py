@@ -1,4 +1,4 @@
-"""What acts: networks and exploration, apart from what learns."""
+"""Policies: networks and exploration that act, apart from what learns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_pipeline.types import Extras
 
 
 class NetworkPolicy:
-    """What policies of a network share; the parameters may be the learner's own."""
+    """Base of the policies that have a network; the parameters may be the learner's own."""
 
     extras: tuple[str, ...] = ()
 

@@ -55,7 +55,7 @@ class Turns:
     """Act, step and store: the one source of rows, which every loop learns from.
 
     A turn is a row of one lane. A plain vector of environments is one lane: the policy acts at the
-    begin of a turn, with all that was learnt from the one before. With more (`backend.lanes`) it
+    start of a turn, with all that was learnt from the one before. With more (`backend.lanes`) it
     acts for a lane again as soon as its row is stored, and the lane steps while the others have
     their turns and the loop learns.
     """
@@ -83,7 +83,7 @@ class Turns:
 
     @property
     def obs(self) -> np.ndarray:
-        """Where the environments stand, [N, ...]; as a whole only between rounds."""
+        """Current observations, [N, ...]; as a whole only between rounds."""
         return self._seen[0] if len(self._seen) == 1 else np.concatenate(self._seen)
 
     def take(self, rounds: int | None = None) -> Iterator[bool]:
@@ -140,7 +140,7 @@ def run(
     turns = Turns(envs, learner.policy, buffer.add, phases, counters, total_steps, obs)
     window = Window()
     while True:
-        # As of the rollout's begin: the first update gets the full rate, the last one not 0.
+        # As of the rollout's start: the first update gets the full rate, the last one not 0.
         progress = turns.progress
         for _ in turns.take(buffer.horizon):
             pass

@@ -192,7 +192,7 @@ def _load(path: Path, mapped: bool = False) -> dict[str, Any]:
 
 
 def _lacks(state: Mapping[str, Any]) -> str:
-    """What a checkpoint lacks to be one, in words; empty where it has all."""
+    """The fault for which a state is no checkpoint, in words; empty where it is one."""
     kinds: dict[str, tuple[type, ...]] = {
         "learner": (dict,), "counters": (dict,), "evals": (int,), "recent": (list,),
         "obs": (torch.Tensor,), "env_state": (torch.Tensor, type(None)),

@@ -1,4 +1,4 @@
-"""What result.json and the store say about a run before its first step."""
+"""Facts about a run before its first step, as result.json and the store have them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_facts(
     run_id: str,
     composed_from: dict[str, Any],
 ) -> Facts:
-    """What result.json says about a run before its first step."""
+    """The facts about a run in result.json that are known before its first step."""
     study, name = folders.multirun_of(overrides)
     plan = runtime.threads
     effective = requested(settings) | {

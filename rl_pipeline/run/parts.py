@@ -1,4 +1,4 @@
-"""What the chosen algorithm is made of: learner, buffer and loop."""
+"""Parts of the chosen algorithm: learner, buffer and loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class OffPolicy:
-    """What an off-policy run has beside its learner."""
+    """Parts that an off-policy run has beside its learner."""
 
     buffer: ReplayBuffer
     pace: Pace

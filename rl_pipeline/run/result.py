@@ -79,7 +79,7 @@ class Best(Part):
 
 
 class Returns(Part):
-    """What was learnt, in raw rewards."""
+    """Returns in training and evaluation, in raw rewards."""
 
     train_mean: float | None
     """Mean of the last 100 training games."""
@@ -92,7 +92,7 @@ class Returns(Part):
 
 
 class Resume(Part):
-    """What the run went on from."""
+    """The point that the run went on from."""
 
     from_env_steps: int
     exact: bool
@@ -109,7 +109,7 @@ class Startup(Part):
 
 
 class Facts(Part):
-    """What is known before the first step."""
+    """Facts that are known before the first step."""
 
     run_id: str
     name: str
@@ -136,7 +136,7 @@ class Facts(Part):
 
 
 class Result(Facts):
-    """How a run ended, and what came of it."""
+    """The end of a run, and what came of it."""
 
     status: Status
     reason: str | None
@@ -157,7 +157,7 @@ class Result(Facts):
     """Seconds that the measuring itself cost."""
     hardware: dict[str, Any]
     tracking: dict[str, Any]
-    """What the tracker said last."""
+    """The tracker's last state."""
 
 
 def listing() -> str:

@@ -45,7 +45,7 @@ from rl_pipeline.tracking.tracker import NullTracker, Tracker
 from rl_pipeline.types import Episode, Learner, Metrics, StateError, VecEnv
 
 DRAIN_S = 60.0
-"""How long a finished run waits for the tracking store to take the last rows."""
+"""Seconds that a finished run waits for the tracking store to take the last rows."""
 KILLED_DRAIN_S = 5.0
 """The same for a run that was told to stop: the tracker goes on alone."""
 TROUBLED_DRAIN_S = 3.0
@@ -53,7 +53,7 @@ TROUBLED_DRAIN_S = 3.0
 
 
 class Evaluation(NamedTuple):
-    """What one evaluation came to: mean and standard deviation over its games."""
+    """Result of one evaluation: mean and standard deviation over its games."""
 
     env_steps: int
     mean: float
@@ -326,7 +326,7 @@ class Session:
     def _restore_replay(
         self, replay: OffPolicy, state: dict[str, Any], known: bool
     ) -> dict[str, Any]:
-        """What `Resume` says of the replay."""
+        """Restore the replay, or begin it anew; returns the fields of `Resume` about it."""
         if state["replay"] is None:
             # Without contents the buffer fills as at the start of a run.
             replay.pace.begin_anew(self.counters.env_steps)

@@ -94,7 +94,7 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
 
 
 def compile_line(found: dict[str, Any]) -> str:
-    """What compiling took and whether it pays; empty where nothing was compiled."""
+    """The cost of compiling and whether it pays, in words; empty where nothing was compiled."""
     if not found.get("graphs") and not found.get("graph_breaks"):
         return ""
     line = f"{found['seconds']:.1f} s for {found['graphs']} graphs"

@@ -266,7 +266,7 @@ def _is_grid(config: DictConfig) -> bool:
 
 
 def _params(config: DictConfig, grid: list[Settings], varied: list[str]) -> dict[str, Any]:
-    """What the study varies, how, and what all its jobs have in common."""
+    """Settings that the study varies, how, and those that all its jobs have in common."""
     from rl_pipeline.comparison.groups import telling
 
     flat = [flatten(settings.model_dump(mode="json")) for settings in grid]
@@ -295,7 +295,7 @@ def _params(config: DictConfig, grid: list[Settings], varied: list[str]) -> dict
 
 
 def _jobs(config: DictConfig, grid: list[Settings]) -> int:
-    """How many jobs there will be; a sweeper that chooses its trials says so itself."""
+    """Number of jobs that there will be; a sweeper that chooses its trials says so itself."""
     return int(config.hydra.sweeper.get("n_trials") or len(grid))
 
 
@@ -303,7 +303,7 @@ def _tags(name: str, folder: Path, jobs: int, varied: list[str]) -> dict[str, st
     command = shell_line("train", *sys.argv[1:])
     return {
         "study": name, "kind": "study", "run_folder": str(folder),
-        # Who could tell that the sweep was killed: see orphans.py.
+        # By it others can tell that the sweep was killed: see orphans.py.
         "process": json.dumps(myself()),
         "mlflow.source.name": "rl_pipeline.train",
         "mlflow.source.type": "LOCAL",

@@ -77,7 +77,7 @@ def _grid(config: DictConfig, loader: ConfigLoader) -> list[list[str]]:
 
 
 def _size(override: Override) -> int:
-    """How many values a key is swept over, up to one more than may be; raises ConfigError."""
+    """Number of values that a key is swept over, up to one more than may be; raises ConfigError."""
     line = override.input_line
     if override.is_interval_sweep():
         key = override.get_key_element()

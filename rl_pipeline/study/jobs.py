@@ -25,7 +25,7 @@ GRACE_S = 60.0
 
 @dataclass(frozen=True)
 class Job:
-    """What one job is, and how long it may take."""
+    """One job of a sweep, and how long it may take."""
 
     overrides: list[str]
     number: int
@@ -38,7 +38,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What the sweep's lines call it."""
+        """The job's name in the lines of the sweep."""
         return multirun_of(self.overrides)[1] or " ".join(self.overrides)
 
     @property
@@ -160,7 +160,7 @@ def _app() -> str:
 
 
 def last_line(log: Path) -> str:
-    """What a log says last, an error line of ours before all else."""
+    """The last line of a log, an error line of ours before all else."""
     lines = [x for x in log.read_text(errors="replace").splitlines() if x.strip()]
     errors = [x for x in lines if x.startswith(("error: ", "failed: "))]
     return (errors or lines or ["no output"])[-1]

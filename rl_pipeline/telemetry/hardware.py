@@ -1,4 +1,4 @@
-"""What the machine does while the run trains: CPU, memory and the GPUs that the run can see."""
+"""Load of the machine while the run trains: CPU, memory and the GPUs that the run can see."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class HardwareSampler:
         return means
 
     def facts(self) -> dict[str, Any]:
-        """What the machine is, for result.json."""
+        """Facts about the machine, for result.json."""
         return {
             "cpu_model": _cpu_model(),
             "cpus_visible": os.cpu_count(),

@@ -20,7 +20,7 @@ _PHASE_CELLS = 40
 
 @dataclass(frozen=True)
 class ProgressView:
-    """What there is to show at one moment."""
+    """The figures to show at one moment."""
 
     env_steps: int
     env_steps_per_s: float

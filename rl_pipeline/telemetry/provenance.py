@@ -1,4 +1,4 @@
-"""Where a result comes from: code, versions, machine, command."""
+"""Provenance of a result: code, versions, machine, command."""
 
 from __future__ import annotations
 

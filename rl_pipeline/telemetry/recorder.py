@@ -28,7 +28,7 @@ NOT_TRAINING = ("compile", "eval", "checkpoint")
 
 
 class Counts(Protocol):
-    """What the recorder reads off the loop's counters."""
+    """The loop's counters that the recorder reads."""
 
     env_steps: int
     updates: int

@@ -1,4 +1,4 @@
-"""What all updates since the last log tick said, as tensors until it is read."""
+"""Metrics of all updates since the last log tick, as tensors until they are read."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _ENDINGS = ("", "-journal", "-wal", "-shm")
 
 
 def lock_of(database: Path) -> Any:
-    """What one process at a time holds while it opens or changes a store's scheme."""
+    """Lock that one process at a time holds while it opens or changes a store's schema."""
     if database.exists() and not os.access(database.parent, os.W_OK):
         return nullcontext()  # nothing can be made there, only read
     try:
@@ -136,7 +136,7 @@ def leftovers(database: Path) -> list[tuple[Path, bool]]:
 
 
 def num_runs(database: Path) -> int:
-    """How many runs a store holds; 0 where it is not even that far."""
+    """Number of runs that a store holds; 0 where it is not even that far."""
     try:
         with closing(connect(database, "ro")) as connection:
             return int(connection.execute("SELECT COUNT(*) FROM runs").fetchone()[0])
@@ -145,7 +145,7 @@ def num_runs(database: Path) -> int:
 
 
 def follow_artifacts(database: Path) -> int:
-    """Where a store was moved with its artifacts, have it look for them beside it.
+    """Have a store that was moved with its artifacts look for them beside it.
 
     MLflow keeps absolute folders, and would make the old ones anew. Returns how many experiments.
     """

@@ -1,4 +1,4 @@
-"""What a finished run's result.json says in single numbers: columns of the store's run list."""
+"""Single numbers of a finished run's result.json: columns of the store's run list."""
 
 from __future__ import annotations
 

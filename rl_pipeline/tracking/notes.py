@@ -1,4 +1,4 @@
-"""What a trainer and its writer tell each other: two files of a run folder, as types.
+"""Messages between a trainer and its writer: two files of a run folder, as types.
 
 The trainer writes `tracking.json` (a Request) once, the writer `mlflow.json` (a State) again and
 again. Both may be damaged or of another version: keys that are not known here are ignored.
@@ -35,7 +35,7 @@ class StoredRun(Note):
     """MLflow's address of the store, with its password."""
     experiment: str
     artifact_root: str | None = None
-    """Where artifacts go; None: where the store puts them itself."""
+    """Place for artifacts; None: the store's own choice."""
     run_name: str
     params: dict[str, Param]
     tags: dict[str, str]
@@ -54,7 +54,7 @@ class Request(StoredRun):
     """tracking.json: what the trainer asks of its writer. Only its owner can read it."""
 
     store: str | None = None
-    """Where the database is, seen from the run folder, if both are moved together."""
+    """Path of the database, seen from the run folder, if both are moved together."""
     flush_s: float
     """Seconds between two batches."""
     drain_s: float
@@ -84,7 +84,7 @@ class Request(StoredRun):
 
 
 class End(Note):
-    """How a sweep's run ends."""
+    """The end of a sweep's run."""
 
     uri: str
     run_id: str
@@ -123,7 +123,7 @@ class State(Note):
     """Rows that were damaged."""
     nonfinite: int = 0
     nonfinite_keys: dict[str, str] = {}
-    """Where a metric was not finite first, by its name."""
+    """First value of a metric that was not finite, and its step, in words; by its name."""
     startup_s: float | None = None
     startup_cpu_s: float | None = None
     cpu_s: float = 0.0
@@ -133,7 +133,7 @@ class State(Note):
     """The writer's process, by which it is known to live: host, pid, start."""
 
     def dump(self) -> dict[str, Any]:
-        """What is known of it, as a part of result.json."""
+        """Known fields, as a part of result.json."""
         return self.model_dump(exclude_unset=True)
 
     @classmethod

@@ -32,7 +32,7 @@ class Running:
 
     @property
     def folder(self) -> Path:
-        """Where it ran."""
+        """The folder that it ran in."""
         return Path(self.tags.get("run_folder", ""))
 
     @property

@@ -197,7 +197,7 @@ class Store:
 
 
 def trouble_kinds() -> tuple[type[BaseException], ...]:
-    """What a store that is away, locked, full or of another version raises."""
+    """Errors that a store raises when it is away, locked, full or of another version."""
     from alembic.util import CommandError
     from mlflow.exceptions import MlflowException
     from requests import RequestException

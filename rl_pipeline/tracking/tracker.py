@@ -32,7 +32,7 @@ LOST = "lost_jobs"
 LOG_FILE = "tracking.log"
 _WRITER = "rl_pipeline.tracking.writer"
 PATIENCE_S = 8.0
-"""How long a store that is in trouble or does not answer keeps a finished run."""
+"""Seconds that a store in trouble, or one that does not answer, keeps a finished run."""
 _log = logging.getLogger(__name__)
 
 Params = Mapping[str, Param]
@@ -130,7 +130,7 @@ class Tracker:
         return self._process.poll() is not None or self.state().ready
 
     def state(self) -> State:
-        """What the child last published; an empty State until then."""
+        """The State that the child last published; an empty one until then."""
         if self._process is None:
             return State(trouble=self._start_trouble) if self._start_trouble else State()
         state = State.read(self._run_dir)
@@ -241,7 +241,7 @@ def _ask_writer(option: str, request: StoredRun | End) -> dict[str, str] | None:
             start_new_session=True,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        # Of a child that took too long the error has the command, and not what it was asked.
+        # The error of a child that took too long has the command, and not what it was asked.
         _log.warning("MLflow (%s): %s", redact(uri, uri), redact(str(error), uri))
         return None
     if answer.returncode:

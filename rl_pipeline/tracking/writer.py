@@ -63,7 +63,7 @@ class Shipper:
             uri=uri, run_id=earlier.run_id, writer_pid=os.getpid(), writer=tuple(writer)
         )
         if same and earlier.run_id:
-            # Of another store it is not known what that has of the rows.
+            # It is not known which of the rows another store has.
             self._note(
                 offset=earlier.offset,
                 nonfinite=earlier.nonfinite,
@@ -120,7 +120,7 @@ class Shipper:
     def _open(self) -> None:
         request = self._request
         load_client(request.uri)
-        # To make a database, or to wait for who makes it, is the machine's work and no silence.
+        # To make a database, or to wait for whoever makes it, is the machine's work and no silence.
         self._ask(60.0 if database_of(request.uri) else 0.0)
         store = Store(request.uri, self._must_exist)
         self._must_exist = False
@@ -163,7 +163,7 @@ class Shipper:
             self._stop_monitor()
 
     def record_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """What MLflow's monitor calls to log a sample."""
+        """Keep a sample of MLflow's monitor, which calls this to log it."""
         now_ms = int(time.time() * 1000)
         self._sampled += [(name, float(v), now_ms, step) for name, v in metrics.items()]
 
@@ -205,7 +205,7 @@ class Shipper:
         self._publish()
 
     def _no_rows(self) -> Batch | None:
-        """What carries samples where training writes nothing for a while."""
+        """A batch that carries samples where training writes nothing for a while."""
         return Batch(self._state.offset, self._state.nonfinite) if self._sampled else None
 
     def _send(self, batch: Batch) -> None:
@@ -318,7 +318,7 @@ class Shipper:
         if self._store is not None:
             self._calls_before += self._store.calls
             self._store = None
-        # Who waits for the start-up to be over must not wait for a store that is away.
+        # Whoever waits for the start-up to be over must not wait for a store that is away.
         with suppress(OSError):
             self._note_ready()
 
