@@ -166,7 +166,8 @@ def race(task: Task, options: Options, cores: int) -> dict[str, Any]:
     out = {name: rate for name, (*_, rate) in forms.items() if rate < HOPELESS * best}
     contenders = ["fast", "eager", *(name for name in forms if name not in out)]
     # Graphs are in the cache from here on: what building them costs is another table's matter.
-    train_ours(task, "fast", task.steps // 2, 0)
+    warm = max(task.steps // 4, 2 * task.peer.get("learning_starts", 0))
+    train_ours(task, "fast", warm, 0)
     runs: dict[str, list[Any]] = {name: [] for name in contenders}
     for repeat in range(options.repeats):
         for name in contenders if repeat % 2 == 0 else reversed(contenders):
