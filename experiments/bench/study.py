@@ -1,4 +1,4 @@
-"""Is it the fastest that one can install? `make bench`: against SB3, SBX and TorchRL.
+"""Is it the fastest that one can install? `make bench`: against SB3 and SBX.
 
     python -m experiments.bench.study tasks=ppo_cartpole_4,dqn_cartpole_1 repeats=5
 
@@ -33,11 +33,11 @@ from rl_pipeline.config.settings import Frozen, PositiveInt
 
 HERE = Path(__file__).parent
 PEERS = HERE / "peers"
-SCRIPTS = {"sb3": "sb3_peer.py", "sbx": "sb3_peer.py", "torchrl": "torchrl_peer.py"}
-ENVIRONMENTS = {"sb3": "sbx", "sbx": "sbx", "torchrl": "torchrl"}
+SCRIPTS = {"sb3": "sb3_peer.py", "sbx": "sb3_peer.py"}
+ENVIRONMENTS = {"sb3": "sbx", "sbx": "sbx"}
 NAMES = {
     "fast": "ours, fastest", "eager": "ours, eager", "sb3": "Stable-Baselines3",
-    "sbx": "SBX (JAX)", "torchrl": "TorchRL",
+    "sbx": "SBX (JAX)",
 }  # fmt: skip
 HOPELESS = 0.4
 """A peer that is slower than this share of the best, while it looks for its form, does not race."""
@@ -48,7 +48,7 @@ class Options(Frozen):
 
     tasks: Annotated[tuple[str, ...], BeforeValidator(cli.names)] = tuple(t.name for t in TASKS)
     repeats: PositiveInt = 5
-    peers: Annotated[tuple[str, ...], BeforeValidator(cli.names)] = ("sb3", "sbx", "torchrl")
+    peers: Annotated[tuple[str, ...], BeforeValidator(cli.names)] = ("sb3", "sbx")
 
 
 def has_bf16_units() -> bool:
