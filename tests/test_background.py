@@ -82,6 +82,14 @@ def test_a_builder_that_hangs_is_ended_and_so_are_its_compilers(monkeypatch):
     builder.close()
 
 
+def test_a_run_that_is_nearly_over_keeps_its_form():
+    said, function = [], Waiting()
+    builder = started("import sys; sys.stdin.buffer.read(5)", said, function)
+    until(lambda: builder._process.poll() is not None, what="the builder's end")
+    assert not builder.poll(1.0) and function.settled == 0
+    assert "the next run begins with the graphs" in builder.note
+
+
 def test_too_short_a_run_builds_nothing():
     said = []
     builder = Background(["false"], {}, lambda forms: b"", said.append)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 WORTH_S = 12.0
 """What is left of a run must be longer: that long the quickest build takes on two cores."""
+LATE_S = 5.0
+"""With less left, a change of form gains little and leaves no steady state to measure."""
 LIMIT_S = 600.0
 """A builder that takes longer hangs, and is ended."""
 
@@ -75,6 +77,9 @@ class Background:
             return False
         if code:
             self._end(f"eager to the end: building graphs failed ({self._last_words()})")
+            return False
+        if remaining_s < LATE_S:
+            self._end("eager to the end, which is near; the next run begins with the graphs")
             return False
         waiting, self._waiting = self._waiting, []
         done = [function.settle(inputs) for function, inputs in waiting]
