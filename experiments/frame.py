@@ -55,7 +55,7 @@ def run(folder: Path, sweep: str, quick: Sequence[str] = (), full: Sequence[str]
         (results / name).unlink(missing_ok=True)
         if (runs / "comparison" / name).exists():
             shutil.copy(runs / "comparison" / name, results / name)
-    _tell(folder, table)
+    tell(folder, table)
     (runs / "kept").touch()
 
 
@@ -88,7 +88,7 @@ def named(size: str, changed: Sequence[str]) -> str:
     return "-".join([size, *changed]).replace("=", "_").replace(",", "_")
 
 
-def _tell(folder: Path, table: str) -> None:
+def tell(folder: Path, table: str) -> None:
     """Put table, answer, notes (machine, commit) and pictures into the study's README."""
     readme = folder / "README.md"
     text = readme.read_text()

@@ -42,9 +42,7 @@ def tell() -> None:
         )
     if inputs.RESULTS.exists():
         body += f"{tally(inputs.RESULTS, 'kind')}"
-    readme = HERE / "README.md"
-    head, rest = readme.read_text().split(frame.BEGIN)
-    readme.write_text(f"{head}{frame.BEGIN}\n\n{body}\n{frame.END}{rest.split(frame.END)[1]}")
+    frame.tell(HERE, body)
 
 
 def main() -> None:

@@ -90,10 +90,8 @@ def tell(done: list[dict[str, Any]]) -> None:
     commits = sorted({f"{r['git'][:7]}{'+' if r['dirty'] else ''}" for r in done})
     cpus = sorted({r["cpu"] for r in done})
     lines += ["", f"Commit {', '.join(commits)}; {', '.join(cpus)}."]
-    readme = HERE / "README.md"
-    head, rest = readme.read_text().split(frame.BEGIN)
     body = "\n".join(lines)
-    readme.write_text(f"{head}{frame.BEGIN}\n\n{body}\n\n{frame.END}{rest.split(frame.END)[1]}")
+    frame.tell(HERE, body)
     print(body)
 
 

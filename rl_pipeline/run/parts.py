@@ -57,7 +57,7 @@ def make_training(
         case PPOSettings() as algo:
             from rl_pipeline.buffers.rollout import RolloutBuffer
 
-            ppo = make_rollout_learner(settings, envs.spec, runtime, phases)
+            ppo: RolloutLearner = make_learner(settings, envs.spec, runtime, phases)
             extras, send = ppo.policy.extras, runtime.transfers.to_device
             rollout = RolloutBuffer(envs.spec, algo.horizon, extras, runtime.device, send)
 
@@ -68,7 +68,7 @@ def make_training(
         case ReplayAlgorithm() as algo:
             from rl_pipeline.machine import available_memory
 
-            learner = make_replay_learner(settings, envs.spec, runtime, phases)
+            learner: ReplayLearner = make_learner(settings, envs.spec, runtime, phases)
             free = available_memory()
             buffer = make_replay(settings, algo, envs.spec, runtime, folder)
             pace = Pace(algo.batch_size, algo.replay_ratio, algo.learning_starts)
@@ -81,45 +81,25 @@ def make_training(
             return Training(learner, off_policy, replay, facts)
 
 
-def make_rollout_learner(
+def make_learner(
     settings: Settings, spec: EnvSpec, runtime: Runtime, phases: Phases | NullPhases
-) -> RolloutLearner:
-    """The learner of an algorithm that learns from rollouts."""
+) -> Any:
+    """The learner that `algo` names: a RolloutLearner, or for a ReplayAlgorithm a ReplayLearner."""
     match settings.algo:
         case PPOSettings() as algo:
             from rl_pipeline.learners.ppo import PPO
 
             return PPO(algo, settings.network, spec, runtime, phases)
-        case other:
-            raise NotImplementedError(other.name)
-
-
-def make_learner(
-    settings: Settings, spec: EnvSpec, runtime: Runtime, phases: Phases | NullPhases
-) -> Learner:
-    """The learner of any algorithm."""
-    from_replay = isinstance(settings.algo, ReplayAlgorithm)
-    make = make_replay_learner if from_replay else make_rollout_learner
-    return make(settings, spec, runtime, phases)
-
-
-def make_replay_learner(
-    settings: Settings, spec: EnvSpec, runtime: Runtime, phases: Phases | NullPhases
-) -> ReplayLearner:
-    """The learner of an algorithm that learns from replay."""
-    match settings.algo:
         case DQNSettings() as algo:
             from rl_pipeline.learners.dqn import DQN
 
             return DQN(algo, settings.network, spec, runtime, phases)
-        case other:
-            raise NotImplementedError(other.name)
 
 
 def make_replay(
     settings: Settings, algo: ReplayAlgorithm, spec: EnvSpec, runtime: Runtime, folder: Path
 ) -> ReplayBuffer:
-    """The replay buffer that `buffer` names; raises ValueError where it cannot be or does not fit.
+    """The replay buffer that `buffer` names; raises ConfigError where it cannot be or does not fit.
 
     `folder` is the run's: a memory-mapped one lives there.
     """
