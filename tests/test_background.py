@@ -111,6 +111,15 @@ def test_auto_is_eager_where_it_must_be(monkeypatch):
     assert plan.name == "eager" and "no C++ compiler" in why
 
 
+def test_only_packages_of_the_default_compiler_are_looked_up():
+    """What another backend builds is another graph under the same settings of the run."""
+    kept = {
+        name: choose_plan(settings("compile=default", *more).compile, CPU)[0].kept
+        for name, more in {"inductor": (), "other": ("compile.backend=aot_eager",)}.items()
+    }
+    assert kept == {"inductor": True, "other": False}
+
+
 class Kept:
     """An index that has the graph from a moment on."""
 

@@ -368,6 +368,8 @@ class Settings(Frozen):
     @property
     def evaluate_every(self) -> int:
         """Env steps between evaluations, 0 for none before the end."""
+        if not self.eval.episodes:
+            return 0
         every = self.eval.every_steps
         return -(-self.total_steps // 10) if every is None else every
 

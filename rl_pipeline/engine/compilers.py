@@ -197,6 +197,8 @@ class CompilePlan:
     capture: Capture | None = None
     """Recorder of calls, all minibatches of an epoch in one; None: each minibatch is a call."""
     fallback: bool = False
+    kept: bool = False
+    """Graphs are packages that later runs find by an index."""
     later: bool = False
     """What is not in the cache runs eagerly until another process has built it."""
 
@@ -215,7 +217,7 @@ def choose_plan(
         if why := _why_eager(cuda, alone):
             return CompilePlan(), f"eager (compile=auto: {why})"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir()))
-        plan = CompilePlan("auto", ahead_of_time({}), fallback=True, later=True)
+        plan = CompilePlan("auto", ahead_of_time({}), fallback=True, kept=True, later=True)
         return plan, "graphs of the cache at once, others once they are built beside the training"
     if not cuda and name in ("reduce_overhead", "cudagraphs"):
         raise ConfigError(
@@ -242,7 +244,8 @@ def choose_plan(
         capture = CudaCapture()
         build, form = captured(build, capture), f"{form}, captured as a CUDA graph"
     what = "an epoch's updates" if capture else "each update"
-    plan = CompilePlan(name, build, capture, settings.fallback)
+    kept = name == "default" and backend == "inductor" and not cuda
+    plan = CompilePlan(name, build, capture, settings.fallback, kept)
     return plan, f"{what} and each act as one graph, {form}"
 
 

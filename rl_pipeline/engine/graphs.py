@@ -181,6 +181,11 @@ def preserved(tensors: Sequence[Tensor]) -> Iterator[None]:
             x.copy_(old)
 
 
+def _form(inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Built graphs trust their inputs: another shape, stride or type is another graph."""
+    return tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
+
+
 class GraphFunction:
     """A function whose every call runs one built graph; one graph per form of its inputs."""
 
@@ -210,8 +215,7 @@ class GraphFunction:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The outputs; they belong to the caller."""
-        # Built graphs trust their inputs: another shape, stride or type is another graph.
-        form = tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
+        form = _form(inputs)
         call = self._calls.get(form)
         if call is None:
             with self._log.phase():
@@ -229,11 +233,11 @@ class GraphFunction:
                 self._note(call, inputs, self._log.entries[-1].nodes)
             if not self._is_faster():
                 return False
-            self._take(call, inputs)
+            self._calls[_form(inputs)] = call
+            self._note_form()
         return True
 
-    def _take(self, call: Call, inputs: Sequence[Tensor]) -> None:
-        self._calls[tuple([(x.shape, x.stride(), x.dtype) for x in inputs])] = call
+    def _note_form(self) -> None:
         if self._moves:
             self._log.update_form = "default"
 
@@ -274,7 +278,7 @@ class GraphFunction:
         found = self._find(inputs)
         if self._later is not None:
             if found is not None and self._is_faster():
-                self._take(found, inputs)
+                self._note_form()
                 return found
             if found is None:
                 self._later.want(self, inputs)

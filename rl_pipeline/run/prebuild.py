@@ -29,7 +29,6 @@ class Order:
     settings: dict[str, Any]
     spec: EnvSpec
     seed: int
-    threads: int
     forms: list[Form]
 
 
@@ -37,25 +36,22 @@ def with_cache(
     runtime: Runtime, settings: Settings, spec: EnvSpec, say: Callable[[str], None]
 ) -> Runtime:
     """The runtime that finds graphs of earlier runs, and has missing ones built (compile=auto)."""
-    plan = runtime.plan
-    if plan.name not in ("auto", "default") or runtime.device.type != "cpu":
+    if not runtime.plan.kept:
         return runtime
     parts = [settings.algo, settings.network, settings.precision]
     identity = repr([p.model_dump(mode="json") for p in parts] + [
         spec.id, spec.obs_shape, str(spec.obs_dtype), spec.action, spec.num_envs,
     ])  # fmt: skip
     index = Index(identity)
-    if not plan.later:
+    if not runtime.plan.later:
         return replace(runtime, index=index)
 
     def request(forms: list[Form]) -> bytes:
-        dumped = settings.model_dump(mode="json")
-        threads = runtime.threads.torch_threads
-        return pickle.dumps(Order(dumped, spec, runtime.seed, threads, forms))
+        return pickle.dumps(Order(settings.model_dump(mode="json"), spec, runtime.seed, forms))
 
     command = [sys.executable, "-m", "rl_pipeline.run.prebuild"]
-    environment = machine.module_environment() | {"RL_PIPELINE_BUILDER": "1"}
-    return replace(runtime, index=index, background=Background(command, environment, request, say))
+    background = Background(command, machine.module_environment(), request, say)
+    return replace(runtime, index=index, background=background)
 
 
 def build(order: Order) -> None:
@@ -68,9 +64,7 @@ def build(order: Order) -> None:
 
     settings = Settings.model_validate(order.settings)
     settings = settings.model_copy(update={"compile": CompileSettings(name="default")})
-    runtime = make_runtime(settings, order.seed)
-    torch.set_num_threads(order.threads)
-    runtime = with_cache(runtime, settings, order.spec, print)
+    runtime = with_cache(make_runtime(settings, order.seed), settings, order.spec, print)
     make_learner(settings, order.spec, runtime, NullPhases())
     for name, inputs in order.forms:
         made = []

@@ -99,7 +99,6 @@ class Session:
     _updates_before: int = 0
     """Updates of earlier sessions of this run."""
     _compiled_at: int | None = None
-    _every_eval: int = 0
     _next_eval: int = 0
     _next_save: int = 0
     _next_look: int = 0
@@ -141,9 +140,7 @@ class Session:
             self.recorder.start(self.counters)
             self._evaluate(obs)
             return None
-        # Without games to play no evaluation is due: one that were would be so at every turn.
-        self._every_eval = self.settings.evaluate_every if self.settings.eval.episodes else 0
-        self._next_eval = self._after(self._every_eval)
+        self._next_eval = self._after(self.settings.evaluate_every)
         self._next_save = self._after(self.settings.checkpoint.every_steps)
         began = psutil.Process().create_time()
         self._startup = Startup(until_first_step_s=time.time() - began)
@@ -202,7 +199,7 @@ class Session:
             self._next_save = self._after(self.settings.checkpoint.every_steps)
         if evaluates and self.settings.eval.episodes and not self.stop.reason:
             self._evaluate(obs)
-            self._next_eval = self._after(self._every_eval)
+            self._next_eval = self._after(self.settings.evaluate_every)
         self._look_at()
         with self.phases("log"):
             row = self.recorder.tick(self.counters, metrics())
