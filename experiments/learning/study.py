@@ -45,6 +45,8 @@ BACKENDS = ("envpool", "gymnasium", "envpool_async")
 HALFCHEETAH = (
     "envpool", "envpool_async", "envpool compile=default", "envpool precision=bf16 compile=default",
 )  # fmt: skip
+PONG = "envpool precision=bf16 compile=default algo.learning_rate=5e-4"
+"""The fastest form on a CPU with bf16 units; twice the recipe's learning rate, annealed sooner."""
 TASKS = [
     Task("cartpole", BACKENDS, (1, 2, 3, 4, 5), 150_000, 475, "most"),
     Task("acrobot", ("envpool",), (1, 2, 3), 300_000, -100, "mean"),
@@ -52,6 +54,7 @@ TASKS = [
     Task("halfcheetah", HALFCHEETAH, (1, 2, 3), 1_000_000, 1200, "mean"),
     Task("cartpole", ("gymnasium",), (1, 2, 3, 4, 5), 80_000, 475, "most", "dqn"),
     Task("acrobot", ("gymnasium",), (1, 2, 3), 100_000, -100, "mean", "dqn"),
+    Task("pong", (PONG,), (1,), 1_500_000, 18, "mean"),
 ]
 
 
