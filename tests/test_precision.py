@@ -10,6 +10,7 @@ from conftest import settings
 
 from rl_pipeline.config.settings import NetworkSettings
 from rl_pipeline.engine.flat import FlatParameters
+from rl_pipeline.engine.graphs import CompileLog
 from rl_pipeline.engine.optim import Adam, GradientStep
 from rl_pipeline.engine.precision import (
     JUDGED_UPDATES,
@@ -123,7 +124,7 @@ def fp16_step(request):
     def loss(x):
         return net(x).sum(), x.detach().sum()
 
-    return GradientStep("t", loss, flat, adam, (), build, False), flat
+    return GradientStep("t", loss, flat, adam, (), build, False, CompileLog()), flat
 
 
 def test_a_skipped_update_changes_nothing_and_is_counted(fp16_step):

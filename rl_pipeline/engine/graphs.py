@@ -105,6 +105,8 @@ class CompileLog:
     compiled_update_s: float | None = None
     timing_s: float = 0.0
     """Spent on measuring these two."""
+    unroll_s: float = 0.0
+    """Spent on tracing eager updates (`unroll`)."""
     phase: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered while anything of this happens."""
     update_form: str = "eager"
@@ -114,6 +116,11 @@ class CompileLog:
     def seconds(self) -> float:
         """Tracing, building and loading, all graphs."""
         return sum(e.seconds for e in self.entries)
+
+    @property
+    def aside_s(self) -> float:
+        """All time that is not training: building, measuring, tracing."""
+        return self.seconds + self.timing_s + self.unroll_s
 
     @property
     def recompiles(self) -> int:
@@ -149,6 +156,8 @@ class CompileLog:
             found["functions"] = [vars(e) for e in self.entries]
         if self.fallbacks:
             found["fallbacks"] = dict(self.fallbacks)
+        if self.unroll_s:
+            found["unroll_s"] = self.unroll_s
         if self.eager_update_s and self.compiled_update_s:
             found |= break_even(self.seconds, self.eager_update_s, self.compiled_update_s, updates)
         return found

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.func import grad
 
 from rl_pipeline.engine.flat import FlatParameters
-from rl_pipeline.engine.graphs import Call, calling
+from rl_pipeline.engine.graphs import Call, CompileLog, calling
 from rl_pipeline.engine.precision import LossScale, NoScale
+from rl_pipeline.engine.unroll import Unrolled
 
 BETA1, BETA2 = 0.9, 0.999
 
@@ -137,10 +138,11 @@ class GradientStep:
         frozen: Sequence[FlatParameters],
         build: Callable[[str, Call, Call, Sequence[Tensor], int], Call],
         whole_epochs: bool,
+        log: CompileLog,
     ) -> None:
         """`frozen` are networks that the loss reads and the step leaves alone.
 
-        `build(name, pure, eager, state, moves)` is the runtime's.
+        `build(name, pure, eager, state, moves)` and `log` are the runtime's.
         """
         self.adam, self._loss, self._owners = adam, loss, (params, *frozen)
         self._call = calling([p.module for p in self._owners], loss)
@@ -150,8 +152,12 @@ class GradientStep:
         self.attempted = 0
         """Minibatches so far, those that a loss scale skipped included."""
         moved = adam.state.flat
-        state = (*moved, *(p.values for p in frozen))
-        self._run = build(name, self._pure, self._eager, state, len(moved))
+        fixed = [p.values for p in frozen]
+        self._gradients = Unrolled(
+            self._backward, self._pure_gradients, (params.values, *adam.scale.state, *fixed),
+            params.grads, log,
+        )  # fmt: skip
+        self._run = build(name, self._pure, self._eager, (*moved, *fixed), len(moved))
 
     def __call__(self, rate: float, index: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
         """Steps on the minibatches rows[..][index[k]], index [K, M], at learning rate `rate`.
@@ -184,31 +190,41 @@ class GradientStep:
     def _eager(self, rate: Tensor, index: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         done = []
         for minibatch in _minibatches(index, rows):
-            loss, *outputs = self._loss(*minibatch)
-            self.adam.scale.scaled(loss, self.adam.scale.state).backward()
+            outputs = self._gradients(*minibatch)
             done.append((*outputs, self.adam.step(rate)))
         return tuple(torch.stack(outputs) for outputs in zip(*done, strict=True))
+
+    def _backward(self, *minibatch: Tensor) -> tuple[Tensor, ...]:
+        loss, *outputs = self._loss(*minibatch)
+        self.adam.scale.scaled(loss, self.adam.scale.state).backward()
+        return tuple(outputs)
 
     def _pure(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         moved, owned = len(self.adam.state.flat), len(self._owners) - 1
         start, frozen = tensors[:moved], tensors[moved : moved + owned]
         rate, index, *rows = tensors[moved + owned :]
-        fixed = [p.views(x) for p, x in zip(self._owners[1:], frozen, strict=True)]
         state, done = AdamState.of(start), []
         for minibatch in _minibatches(index, rows):
-
-            def loss(
-                flat: Tensor, minibatch: Sequence[Tensor] = minibatch, state: AdamState = state
-            ) -> tuple[Tensor, tuple[Tensor, ...]]:
-                loss, *outputs = self._call([self._owners[0].views(flat), *fixed], *minibatch)
-                return self.adam.scale.scaled(loss, state.scale), tuple(outputs)
-
-            grads, outputs = grad(loss, has_aux=True)(state.params)
+            grads, *outputs = self._pure_gradients(state.params, *state.scale, *frozen, *minibatch)
             state, norm = self.adam.pure_step(state, grads, rate)
             done.append((*outputs, norm))
         for tensor, value in zip(start, state.flat, strict=True):
             tensor.copy_(value)
         return tuple(torch.stack(outputs) for outputs in zip(*done, strict=True))
+
+    def _pure_gradients(self, params: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """(gradients [P], what the loss returns after its scalar) of scale, frozen, minibatch."""
+        scales, owned = len(self.adam.scale.state), len(self._owners) - 1
+        scale, tensors = tensors[:scales], tensors[scales:]
+        frozen, minibatch = tensors[:owned], tensors[owned:]
+        fixed = [p.views(x) for p, x in zip(self._owners[1:], frozen, strict=True)]
+
+        def loss(flat: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            loss, *outputs = self._call([self._owners[0].views(flat), *fixed], *minibatch)
+            return self.adam.scale.scaled(loss, scale), tuple(outputs)
+
+        grads, outputs = grad(loss, has_aux=True)(params)
+        return grads, *outputs
 
     def skipped(self) -> int:
         """Updates refused because of non-finite gradients; waits for the device.

@@ -178,7 +178,7 @@ def make_session(
     recorder = Recorder(
         folder / "metrics.jsonl", settings.log_every_s, envs.spec.frame_skip,
         phases.window, lambda: hardware.window() | compile_log.metrics(), lambda: tracker.ready,
-        compile_seconds=lambda: compile_log.seconds + compile_log.timing_s,
+        compile_seconds=lambda: compile_log.aside_s,
     )  # fmt: skip
     session = Session(
         settings=settings, folder=folder, facts=facts, envs=envs, learner=training.learner,
