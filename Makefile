@@ -81,9 +81,13 @@ parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong
 try-ends: setup ## Prove that runs end well: 200 kills, 100 bad inputs (50 minutes; QUICK=1: 5)
 	$(PY) -m experiments.ends.study
 
-bench: setup ## Against Stable-Baselines3 and SBX (30 minutes; QUICK=1: 5)
+bench: setup ## Against Stable-Baselines3, SBX and TorchRL (60 minutes; QUICK=1: 5)
 	experiments/bench/peers/install.sh $(PYTHON)
 	$(PY) -m experiments.bench.study $(ARGS)
+
+bench-learning: setup ## Learning at equal steps, against Stable-Baselines3 (25 minutes)
+	experiments/bench/peers/install.sh $(PYTHON)
+	$(PY) -m experiments.bench.learning $(ARGS)
 
 perf-gate: setup ## Is this checkout slower than another commit? BASE=<commit> (6 minutes)
 	$(PY) -m experiments.perf_gate.study base=$(BASE) $(ARGS)

@@ -14,6 +14,7 @@ FLOORS = [
     {"envs", "engine", "tracking"},
     {"learners", "loops", "comparison"},
     {"run", "study"},
+    {"diagnosis"},
     {"train", "compare", "doctor", "hydra_plugins"},
 ]
 """A room imports from lower floors only. On the ground floor, files have an order instead."""

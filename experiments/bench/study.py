@@ -1,4 +1,4 @@
-"""Is it the fastest that one can install? `make bench`: against SB3 and SBX.
+"""Is it the fastest that one can install? `make bench`: against SB3, SBX and TorchRL.
 
     python -m experiments.bench.study tasks=ppo_cartpole_4,dqn_cartpole_1 repeats=5
 
@@ -33,11 +33,11 @@ from rl_pipeline.config.settings import Frozen, PositiveInt
 
 HERE = Path(__file__).parent
 PEERS = HERE / "peers"
-SCRIPTS = {"sb3": "sb3_peer.py", "sbx": "sb3_peer.py"}
-ENVIRONMENTS = {"sb3": "sbx", "sbx": "sbx"}
+SCRIPTS = {"sb3": "sb3_peer.py", "sbx": "sb3_peer.py", "torchrl": "torchrl_peer.py"}
+ENVIRONMENTS = {"sb3": "sbx", "sbx": "sbx", "torchrl": "torchrl"}
 NAMES = {
     "fast": "ours, fastest", "eager": "ours, eager", "sb3": "Stable-Baselines3",
-    "sbx": "SBX (JAX)",
+    "sbx": "SBX (JAX)", "torchrl": "TorchRL",
 }  # fmt: skip
 HOPELESS = 0.4
 """A peer that is slower than this share of the best, while it looks for its form, does not race."""
@@ -48,7 +48,7 @@ class Options(Frozen):
 
     tasks: Annotated[tuple[str, ...], BeforeValidator(cli.names)] = tuple(t.name for t in TASKS)
     repeats: PositiveInt = 5
-    peers: Annotated[tuple[str, ...], BeforeValidator(cli.names)] = ("sb3", "sbx")
+    peers: Annotated[tuple[str, ...], BeforeValidator(cli.names)] = ("sb3", "sbx", "torchrl")
 
 
 def has_bf16_units() -> bool:
@@ -96,18 +96,31 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def train_ours(task: Task, form: str, steps: int, seed: int) -> dict[str, Any]:
-    """One run of ours."""
+def overrides_of(task: Task, form: str) -> list[str]:
+    """The command line of ours."""
     fast = task.fast if has_bf16_units() else task.fast_plain
-    line = [*task.ours, *(fast if form == "fast" else ("compile=eager",))]
-    folder = HERE / "runs" / f"{task.name}-{form}"
+    return [*task.ours, *(fast if form == "fast" else ("compile=eager",))]
+
+
+def measure_parts(task: Task, form: str) -> dict[str, float]:
+    """Seconds an env step of each part of ours alone, and the ceiling in env steps/s."""
+    command = [sys.executable, "-m", "experiments.bench.ceiling", *overrides_of(task, form)]
+    return json.loads(whole(command, {})["said"].splitlines()[-1])
+
+
+def train_ours(
+    task: Task, form: str, steps: int, seed: int, place: str = "", cpus: int = 0
+) -> dict[str, Any]:
+    """One run of ours in runs/`place`, on so many cores (0: all)."""
+    line = overrides_of(task, form)
+    folder = HERE / "runs" / (place or f"{task.name}-{form}")
     shutil.rmtree(folder, ignore_errors=True)
     command = [
         sys.executable, "-m", "rl_pipeline.train", *line, f"total_steps={steps}", f"seed={seed}",
         "tracking=none", "eval.episodes=0", "checkpoint.every_steps=0", "log_every_s=0.5",
         f"hydra.run.dir={folder}",
     ]  # fmt: skip
-    found = whole(command, {})
+    found = whole(command, {"RL_PIPELINE_CPUS": str(cpus)} if cpus else {})
     result = json.loads((folder / "result.json").read_text())
     rows = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     first = rows[0]["time"]
@@ -148,7 +161,8 @@ def train_peer(task: Task, name: str, steps: int, seed: int, threads: int, vec: 
 
 def best_form(task: Task, name: str, cores: int) -> tuple[int, str, float]:
     """The peer's best threads and vector environments in short runs, and its rate there."""
-    forms = [(threads, vec) for threads in sorted({1, cores}) for vec in task.vecs]
+    vecs = ("serial", "compiled") if name == "torchrl" else task.vecs
+    forms = [(threads, vec) for threads in sorted({1, cores}) for vec in vecs]
     steps = max(task.steps // 4, 2 * task.peer.get("horizon", 0) * task.peer["num_envs"])
     steps = max(steps, 2 * task.peer.get("learning_starts", 0))
     rates = {}
@@ -173,6 +187,7 @@ def race(task: Task, options: Options, cores: int) -> dict[str, Any]:
         for name in contenders if repeat % 2 == 0 else reversed(contenders):
             if name in ("fast", "eager"):
                 run = train_ours(task, name, task.steps, repeat + 1)
+                run["parts"] = measure_parts(task, name)
             else:
                 run = train_peer(task, name, task.steps, repeat + 1, *forms[name][:2])
             runs[name].append(run)
@@ -202,26 +217,30 @@ def lines(rows: list[dict[str, Any]]) -> list[list[str]]:
                 key: statistics.median(run[key] for run in runs)
                 for key in ("rate", "updates", "total_s", "peak_mb")
             }
-            ratio = ""
+            ratio = efficiency = ""
             if name in ("fast", "eager"):
                 pairs = ratios(row, name)
                 ratio = f"{statistics.median(pairs):.2f}x ({min(pairs):.2f} to {max(pairs):.2f})"
+                ceiling = statistics.median(run["parts"]["ceiling"] for run in runs)
+                share = statistics.median(run["rate"] / run["parts"]["ceiling"] for run in runs)
+                efficiency = f"{share:.0%} of {ceiling:,.0f}"
             rate_s = [run["updates"] / run["env_steps"] * run["rate"] for run in runs]
             how = runs[0].get("vec", "")
             form = f"{runs[0]['threads']} threads, {how}" if how else ""
             found.append([
                 row["title"], NAMES[name], f"{middle['rate']:,.0f}",
-                f"{statistics.median(rate_s):,.0f}", ratio, f"{middle['total_s']:.1f}",
+                f"{statistics.median(rate_s):,.0f}", ratio, efficiency, f"{middle['total_s']:.1f}",
                 f"{middle['peak_mb']:.0f}", form,
             ])  # fmt: skip
         for name, rate in row["out"].items():
-            found.append([row["title"], NAMES[name], f"{rate:,.0f}", "", "", "", "", "short run"])
+            cells = [row["title"], NAMES[name], f"{rate:,.0f}", *[""] * 5, "short run"]
+            found.append(cells)
     return found
 
 
 HEADER = [
     "task", "contender", "env steps/s", "updates/s", "to the best of SB3, SBX",
-    "command to end, s", "peak MB", "form",
+    "of its ceiling", "command to end, s", "peak MB", "form",
 ]  # fmt: skip
 
 

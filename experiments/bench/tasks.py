@@ -22,7 +22,7 @@ class Task:
     """The least ratio that is wanted of the fastest form."""
     against: tuple[str, ...] = ("sb3", "sbx")
     """The peers, to the best of which that is."""
-    rivals: tuple[str, ...] = ("sb3", "sbx")
+    rivals: tuple[str, ...] = ("sb3", "sbx", "torchrl")
     fast: tuple[str, ...] = ("compile=default",)
     """The fastest form on a CPU with bf16 units."""
     fast_plain: tuple[str, ...] = ("compile=default",)

@@ -321,6 +321,14 @@ class CheckpointSettings(Frozen):
     """Also keep the checkpoint with the best evaluation (training return where none ran)."""
 
 
+class MemorySettings(Frozen):
+    """The allocator of the training process."""
+
+    keep_freed: bool = True
+    """The C library keeps large blocks that are freed: convolutions and updates then pay no page
+    faults for theirs again. Takes effect with glibc only."""
+
+
 class StudySettings(Frozen):
     """The study that a multirun belongs to."""
 
@@ -351,6 +359,7 @@ class Settings(Frozen):
     """Run folder or run id to continue."""
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    memory: MemorySettings = MemorySettings()
     study: StudySettings = StudySettings()
     env: EnvSettings
     backend: BackendSettings

@@ -128,6 +128,8 @@ class Runtime:
     compile_log: CompileLog = field(default_factory=CompileLog)
     index: Index | None = None
     """Where graphs of earlier runs are found."""
+    keeps_freed: bool = False
+    """The C library keeps what is freed."""
     background: Background | None = None
     """What builds graphs beside the training (compile=auto)."""
     reasons: dict[str, str] = field(default_factory=dict)
@@ -269,13 +271,16 @@ def make_runtime(settings: Settings, seed: int, alone: bool = True) -> Runtime:
     plan, how = choose_plan(settings.compile, device, alone)
     threads = thread_plan(settings, *cpu_budget())
     torch.set_num_threads(threads.torch_threads)
-    if not cuda:
-        keep_freed_memory()
+    keeps = settings.memory.keep_freed and not cuda and keep_freed_memory()
     arithmetic.apply()
     reasons = {"precision": why, "compile": how, "optimizer": "Adam on one flat vector, "}
-    reasons["optimizer"] += (
-        "torch's fused kernel, clipping folded in" if plan.name == "eager" else "inside the graph"
-    )
+    graph, fused = "inside the graph", "torch's fused kernel, clipping folded in"
+    forms = {"eager": fused, "auto": f"{graph} once there is one, {fused} before"}
+    reasons["optimizer"] += forms.get(plan.name, graph)
     if settings.network.name != "mlp":
         reasons["memory_format"] = "channels last (measured 1.2-1.3x on a Nature CNN update)"
-    return Runtime(device, device_reason, threads, seed, arithmetic, plan, reasons=reasons)
+    if settings.memory.keep_freed and not keeps:
+        reasons["keep_freed"] = f"no: {'on a GPU it changes little' if cuda else 'no glibc here'}"
+    return Runtime(
+        device, device_reason, threads, seed, arithmetic, plan, reasons=reasons, keeps_freed=keeps
+    )  # fmt: skip

@@ -41,6 +41,7 @@ def requested(settings: Settings) -> dict[str, Any]:
         "device": settings.device.name,
         "mode": settings.mode.name,
         "threads": settings.backend.num_threads,
+        "keep_freed": settings.memory.keep_freed,
     }
 
 
@@ -60,6 +61,7 @@ def make_facts(
         "lanes": settings.backend.lanes,
         "device": str(runtime.device),
         "compile": runtime.plan.name,
+        "keep_freed": runtime.keeps_freed,
         "threads": {
             "budget": plan.budget,
             "torch": plan.torch_threads,

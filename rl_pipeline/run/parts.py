@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl_pipeline.buffers.rollout import RolloutBuffer
 from rl_pipeline.config.settings import DQNSettings, PPOSettings, ReplayAlgorithm, Settings
 from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.engine.runtime import Runtime, stream_seed
@@ -38,6 +39,8 @@ class Training:
     learner: Learner
     loop: Callable[[sync.Counters, np.ndarray, sync.Hook], None]
     replay: OffPolicy | None
+    buffer: RolloutBuffer | ReplayBuffer
+    """Where rows go: `add` is all that both have."""
     buffer_facts: dict[str, Any]
     """For result.json: bytes needed, and how much memory was free before."""
 
@@ -55,8 +58,6 @@ def make_training(
         raise NotImplementedError(f"mode={settings.mode.name} has no loop here")
     match settings.algo:
         case PPOSettings() as algo:
-            from rl_pipeline.buffers.rollout import RolloutBuffer
-
             ppo: RolloutLearner = make_learner(settings, envs.spec, runtime, phases)
             extras, send = ppo.policy.extras, runtime.transfers.to_device
             rollout = RolloutBuffer(envs.spec, algo.horizon, extras, runtime.device, send)
@@ -64,7 +65,7 @@ def make_training(
             def on_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
                 sync.run(envs, rollout, ppo, phases, counters, steps, obs, hook)
 
-            return Training(ppo, on_policy, None, {"bytes": rollout.nbytes})
+            return Training(ppo, on_policy, None, rollout, {"bytes": rollout.nbytes})
         case ReplayAlgorithm() as algo:
             from rl_pipeline.machine import available_memory
 
@@ -78,7 +79,7 @@ def make_training(
 
             replay = OffPolicy(buffer, pace, settings.buffer.save)
             facts = {"bytes": buffer.nbytes, "available_bytes": free} | settings.buffer.model_dump()
-            return Training(learner, off_policy, replay, facts)
+            return Training(learner, off_policy, replay, buffer, facts)
 
 
 def make_learner(

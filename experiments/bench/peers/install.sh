@@ -13,3 +13,4 @@ install() { # name, packages
 }
 PYTHON=${1:-python3}
 install sbx "stable-baselines3==2.9.2 sbx-rl==0.28.0"
+install torchrl "torchrl==0.14.1"

@@ -41,7 +41,7 @@ class Marks(BaseCallback):
         super().__init__()
         self.marks: list[tuple[int, float]] = []
         self.returns: list[tuple[int, float, float]] = []
-        self.games: deque[float] = deque(maxlen=20)
+        self.games: deque[float] = deque(maxlen=100)
         self._every, self._due = every, 0
 
     def _on_training_start(self) -> None:
