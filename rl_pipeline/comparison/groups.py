@@ -13,8 +13,8 @@ from rl_pipeline.errors import ConfigError
 
 SAME_RECIPE = (
     "backend", "backend.num_threads", "backend.lanes", "backend.step_timeout_s", "threads",
-    "buffer.placement", "buffer.prefetch", "buffer.save", "memory.keep_freed", "precision", "compile", "device",
-    "mode", "profile",
+    "buffer.placement", "buffer.prefetch", "buffer.save", "memory.keep_freed", "precision",
+    "compile", "device", "mode", "profile",
 )  # fmt: skip
 """Settings that change how fast the same learning runs; every other one belongs to the recipe."""
 _GROUPS_OF_CHOICES = ("threads", "precision", "compile", "device", "mode", "profile")
