@@ -54,7 +54,7 @@ TASKS = [
     Task("halfcheetah", HALFCHEETAH, (1, 2, 3), 1_000_000, 1200, "mean"),
     Task("cartpole", ("gymnasium",), (1, 2, 3, 4, 5), 80_000, 475, "most", "dqn"),
     Task("acrobot", ("gymnasium",), (1, 2, 3), 100_000, -100, "mean", "dqn"),
-    Task("pong", (PONG,), (1,), 1_500_000, 18, "mean"),
+    Task("pong", (PONG,), (1,), 3_000_000, 18, "mean"),
 ]
 
 
