@@ -19,8 +19,9 @@ from rl_pipeline.types import Discrete, EnvSpec, Step
 @pytest.mark.parametrize(
     ("batch", "ratio", "starts"), [(128, 12.8, 100), (32, 8, 0), (32, 0.1, 50), (16, 256, 1000)]
 )
-def test_the_replay_ratio_is_held_at_every_turn(num_envs, batch, ratio, starts):
-    pace, updates, steps, most = Pace(batch, ratio, starts), 0, 0, 0
+@pytest.mark.parametrize("burst", [1, 8])
+def test_the_replay_ratio_is_held_at_every_turn(num_envs, batch, ratio, starts, burst):
+    pace, updates, steps, most = Pace(batch, ratio, starts, burst), 0, 0, 0
     begun = starts
     while steps < 20_000:
         steps += num_envs
@@ -29,10 +30,11 @@ def test_the_replay_ratio_is_held_at_every_turn(num_envs, batch, ratio, starts):
             begun = max(starts, steps)
         updates, most = updates + due, max(most, due)
         earned = max(steps - begun, 0) * ratio / batch
-        assert -1e-6 <= earned - updates < 1 + 1e-6
+        assert -1e-6 <= earned - updates < burst + 1e-6
+        assert due % burst == 0
     assert updates > 0
-    # Never a burst: one turn's steps earn one turn's updates.
-    assert most <= np.ceil(num_envs * ratio / batch)
+    # One turn's steps earn one turn's updates, or a burst.
+    assert most <= np.ceil(num_envs * ratio / batch / burst) * burst
 
 
 def test_learning_waits_for_one_batch_without_saving_up_updates():

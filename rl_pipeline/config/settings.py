@@ -187,6 +187,9 @@ class ReplayAlgorithm(Frozen):
     """Transitions per update."""
     replay_ratio: PositiveFloat = 8.0
     """Transitions drawn per env step: updates x batch_size / env steps, held at every turn."""
+    update_burst: PositiveInt = 1
+    """Updates made one after another: they wait until so many are due. One at a time each finds the
+    caches full of acting and stepping, which in turn find them full of learning."""
     gamma: Fraction = 0.99
     n_step: PositiveInt = 1
     """Rewards summed before the bootstrap; windows end where their episode ends."""

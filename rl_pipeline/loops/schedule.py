@@ -9,12 +9,15 @@ from typing import Any
 class Pace:
     """updates x batch_size = replay_ratio x env steps since learning began, at every turn.
 
-    Held in whole numbers: never more than one update behind, never a burst, whatever the number of
-    environments and after every resume.
+    Held in whole numbers: never more than one update (with a burst: one burst) behind, whatever the
+    number of environments and after every resume.
     """
 
-    def __init__(self, batch_size: int, replay_ratio: float, learning_starts: int) -> None:
+    def __init__(
+        self, batch_size: int, replay_ratio: float, learning_starts: int, burst: int = 1
+    ) -> None:
         self.batch_size, self._learning_starts = batch_size, learning_starts
+        self._burst = burst
         per_step = Fraction(str(replay_ratio)) / batch_size
         self._updates, self._steps = per_step.numerator, per_step.denominator
         self._begin, self._given = learning_starts, 0
@@ -30,6 +33,7 @@ class Pace:
             self._begin = env_steps
             return 0
         due = (env_steps - self._begin) * self._updates // self._steps - self._given
+        due -= due % self._burst
         self._given += due
         return due
 

@@ -72,7 +72,9 @@ def make_training(
             learner: ReplayLearner = make_learner(settings, envs.spec, runtime, phases)
             free = available_memory()
             buffer = make_replay(settings, algo, envs.spec, runtime, folder)
-            pace = Pace(algo.batch_size, algo.replay_ratio, algo.learning_starts)
+            pace = Pace(
+                algo.batch_size, algo.replay_ratio, algo.learning_starts, algo.update_burst
+            )  # fmt: skip
 
             def off_policy(counters: sync.Counters, obs: np.ndarray, hook: sync.Hook) -> None:
                 sync.run_replay(envs, buffer, learner, phases, pace, counters, steps, obs, hook)
