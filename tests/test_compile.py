@@ -388,3 +388,30 @@ def test_captured_takes_inference_tensors():
         assert call(x)[0].tolist() == [2, 2]
         x.fill_(3)
         assert call(x)[0].tolist() == [6, 6]
+
+
+def test_a_graph_acts_in_bf16_with_the_weights_of_now():
+    bf16 = Arithmetic("bf16", "cpu", torch.bfloat16)
+    agent = learner(runtime=runtime(arithmetic=bf16))
+    plain = learner(runtime=runtime(None, arithmetic=bf16))
+    assert agent.policy._low.values.dtype == torch.bfloat16
+    assert all("trunk" in name for name in agent.policy._low._names)
+    obs = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+
+    def acts_alike():
+        plain.policy.rng.set_state(agent.policy.rng.get_state())
+        (action, extras), (other, others) = (a.policy.act(obs, 0.0) for a in (agent, plain))
+        assert np.array_equal(action, other)
+        assert torch.equal(extras["value"], others["value"])
+        return extras["value"]
+
+    begin = acts_alike()
+    first = agent.state_dict()
+    agent.update(random_rollout(agent), 0.0)
+    plain.params.load(agent.params.values)
+    moved = acts_alike()
+    assert not torch.equal(begin, moved)
+    # Loaded, without an update in between.
+    agent.load_state_dict(first)
+    plain.params.load(agent.params.values)
+    assert torch.equal(acts_alike(), begin)

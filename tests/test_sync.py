@@ -135,3 +135,34 @@ def test_lanes_fill_the_same_rows_as_one_vector_and_stay_on_policy():
     # torch leaves cores to them while it acts, and takes them back before anything is learnt.
     assert log.count("begin") == log.count("end") == sum("send" in line for line in log)
     assert all(log[i + 1] == "end" for i, line in enumerate(log) if line == "begin")
+
+
+class Pictures(TwoEnvs):
+    """Observes noise; every fourth step ends an episode."""
+
+    spec = EnvSpec("p", "p", 2, (4, 12, 8), np.dtype(np.uint8), Discrete(2))
+
+    def __init__(self) -> None:
+        self.rng, self.seen = np.random.default_rng(0), []
+
+    def recv(self):
+        self.seen.append(self.rng.integers(0, 255, (2, *self.spec.obs_shape), np.uint8))
+        return super().recv()._replace(obs=self.seen[-1])
+
+
+def test_images_lie_channels_last_for_policy_and_learner_and_are_the_same_images():
+    envs, learner, acted_on = Pictures(), CountingLearner(), []
+    first = envs.recv().obs
+    learner.act = lambda obs, progress: (acted_on.append(obs), (np.zeros(2, np.int64), {}))[1]
+    learner.update = lambda rollout, progress: (learner.progress.append(rollout), ({}, 1))[1]
+    buffer = RolloutBuffer(envs.spec, 3, (), torch.device("cpu"))
+    sync.run(
+        envs, buffer, learner, NullPhases(), Counters(), 6, first, lambda obs, metrics: True,
+    )  # fmt: skip
+    (rollout,) = learner.progress
+    for obs, seen, row in zip(
+        [*acted_on, rollout.obs[3].numpy()], envs.seen, rollout.obs, strict=True
+    ):
+        assert np.array_equal(obs, seen) and np.array_equal(row.numpy(), seen)
+        assert row.is_contiguous(memory_format=torch.channels_last)
+        assert torch.from_numpy(obs).is_contiguous(memory_format=torch.channels_last)

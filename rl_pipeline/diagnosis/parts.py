@@ -77,7 +77,7 @@ class Parts:
 
         turns = Turns(
             self.envs, self.learner.policy, store, NullPhases(), counters, settings.total_steps,
-            seen[0],
+            seen[0], buffer.laid_out if self._on_policy and buffer.images else None,
         )  # fmt: skip
         for _ in turns.take(rows):
             pass
@@ -92,6 +92,8 @@ class Parts:
             "act": (self._act, 1 / turn_steps),
             "store": (self._store, 1 / turn_steps),
         }
+        if self._on_policy and buffer.images:
+            self._runs["preprocess"] = (self._lay_out, 1 / turn_steps)
         updates = 1 / (rows * self.envs.spec.num_envs)
         if self._on_policy:
             for row in self._played:
@@ -116,6 +118,9 @@ class Parts:
 
     def _act(self) -> None:
         self.learner.policy.act(next(self._at)[0], next(self._progress))
+
+    def _lay_out(self) -> None:
+        self._buffer.laid_out(next(self._at)[-1].obs)
 
     def _store(self) -> None:
         if self._stored == len(self._played):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -40,3 +42,26 @@ class FlatParameters:
                 f"{self.values.numel()}: they belong to another network or environment"
             )
         self.values.copy_(values)
+
+
+class LowCopy:
+    """Parameters of some modules in a lower type, for graphs that run often between two updates."""
+
+    def __init__(self, params: FlatParameters, names: Sequence[str], dtype: torch.dtype) -> None:
+        """`names` of the parameters that are taken in `dtype`."""
+        self._params, self._names = params, tuple(names)
+        self.values = params.values.to(dtype)
+        self._seen: tuple[int, int] | None = None
+
+    def follow(self, version: int) -> None:
+        """Take the parameters over if they moved; `version` counts updates of them."""
+        # Graphs move them unseen by torch, whatever else loads them does not.
+        seen = (version, self._params.values._version)
+        if seen != self._seen:
+            self.values.copy_(self._params.values)
+            self._seen = seen
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """The named parameters as views of `vector` [P]."""
+        views = self._params.views(vector)
+        return {name: views[name] for name in self._names}

@@ -18,7 +18,7 @@ from rl_pipeline.config.settings import Settings
 from rl_pipeline.engine.background import Background
 from rl_pipeline.engine.cache import Index
 from rl_pipeline.engine.compilers import Builder, CompilePlan, captured, choose_plan
-from rl_pipeline.engine.flat import FlatParameters
+from rl_pipeline.engine.flat import FlatParameters, LowCopy
 from rl_pipeline.engine.graphs import Call, CompileLog, GraphFunction, calling
 from rl_pipeline.engine.optim import Adam, GradientStep, Loss
 from rl_pipeline.engine.phases import NullPhases, Phases, SerialisedPhases
@@ -173,19 +173,40 @@ class Runtime:
             return function
         return self.build(name, function, function, (), 0, captured(None, self.plan.capture))
 
-    def compile(self, name: str, function: Call, reads: Sequence[FlatParameters] = ()) -> Call:
+    def compile(
+        self,
+        name: str,
+        function: Call,
+        reads: Sequence[FlatParameters] = (),
+        low: LowCopy | None = None,
+    ) -> Call:
         """`function(*tensors)`, which calls the modules that own `reads`, as `compile` says.
 
         It returns a tuple of tensors, draws no random numbers and reads no tensor that is neither
-        an argument nor a parameter of `reads`.
+        an argument nor a parameter of `reads`. A graph takes those of the first one that `low` has
+        from there.
         """
         call = calling([p.module for p in reads], function)
+        copies = [] if low is None else [low.values]
 
         def pure(*tensors: Tensor) -> tuple[Tensor, ...]:
-            flat, args = tensors[: len(reads)], tensors[len(reads) :]
-            return call([p.views(x) for p, x in zip(reads, flat, strict=True)], *args)
+            flat, args = tensors[: len(reads)], tensors[len(reads) + len(copies) :]
+            named = [p.views(x) for p, x in zip(reads, flat, strict=True)]
+            if low is not None:
+                named[0] |= low.views(tensors[len(reads)])
+            return call(named, *args)
 
-        return self.build(name, pure, function, [p.values for p in reads], 0)
+        return self.build(name, pure, function, [*(p.values for p in reads), *copies], 0)
+
+    def low_copy(self, params: FlatParameters, names: Sequence[str]) -> LowCopy | None:
+        """Parameters in the type of the matrix products, where a graph would cast them each time.
+
+        Measured on the CPU: casts are a quarter of acting for 8 images with a Nature CNN in bf16.
+        """
+        dtype = self.arithmetic.autocast
+        if dtype is None or self.plan.build is None or self.device.type != "cpu":
+            return None
+        return LowCopy(params, names, dtype)
 
     def gradient_step(
         self,

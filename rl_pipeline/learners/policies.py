@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl_pipeline.engine.flat import FlatParameters
+from rl_pipeline.engine.flat import FlatParameters, LowCopy
 from rl_pipeline.engine.phases import NullPhases, Phases
 from rl_pipeline.engine.runtime import Runtime
 from rl_pipeline.learners.distributions import Distribution
-from rl_pipeline.learners.networks import ActorCritic, Floats, QNetwork
+from rl_pipeline.learners.networks import ActorCritic, Floats, QNetwork, Trunk
 from rl_pipeline.learners.normalizers import Identity, ObsNormalizer
 from rl_pipeline.types import Extras
 
@@ -31,6 +31,14 @@ class NetworkPolicy:
         """Act with a copy of `values` [P] from now on, which `version` updates made."""
         self.params.load(values)
         self.version = version
+
+    def _low_trunk(self, net: nn.Module) -> LowCopy | None:
+        """The trunks' parameters in the type that they compute in; the heads are float32."""
+        names = [
+            f"{name}.{part}" for name, module in net.named_modules() if isinstance(module, Trunk)
+            for part, _ in module.named_parameters()
+        ]  # fmt: skip
+        return self._runtime.low_copy(self.params, names)
 
     def _to_device(self, obs: np.ndarray) -> Tensor:
         if self._runtime.device.type == "cpu":
@@ -69,7 +77,8 @@ class ActorCriticPolicy(NetworkPolicy):
             self._log_std = None if net.log_std is None else net.log_std.detach().numpy()
         self.extras = ("log_prob", "value") if self._forward is None else ()
         self._noise = torch.empty(0)
-        self._act = runtime.compile("act", self._sample, [params])
+        self._low = self._low_trunk(net)
+        self._act = runtime.compile("act", self._sample, [params], self._low)
 
     def act(self, obs: np.ndarray, progress: float) -> tuple[np.ndarray, Extras]:
         """Sample actions for obs [N, ...]; `extras` [N] each stay on the device."""
@@ -85,6 +94,8 @@ class ActorCriticPolicy(NetworkPolicy):
     @torch.inference_mode()
     def _act_torch(self, obs: np.ndarray) -> tuple[np.ndarray, Extras]:
         noise = self._dist.noise(len(obs), self.rng)
+        if self._low is not None:
+            self._low.follow(self.version)
         action, log_prob, value = self._act(self._to_device(obs), noise, *self._normalize.tensors)
         return self._to_host(action), {"log_prob": log_prob, "value": value}
 
@@ -118,7 +129,8 @@ class QPolicy(NetworkPolicy):
         self._net, self.explore = net, explore
         # A small network acts in float32 on the CPU whatever the precision of the updates.
         self._forward = numpy_forward(net) if runtime.device.type == "cpu" else None
-        self._act = runtime.compile("act", self._best, [params])
+        self._low = self._low_trunk(net)
+        self._act = runtime.compile("act", self._best, [params], self._low)
 
     def act(self, obs: np.ndarray, progress: float) -> tuple[np.ndarray, Extras]:
         """Epsilon-greedy actions [N] for obs [N, ...] at `progress` in [0, 1] of the run."""
@@ -127,6 +139,8 @@ class QPolicy(NetworkPolicy):
     def _act_best(self, obs: np.ndarray) -> np.ndarray:
         if self._forward is not None:
             return self._forward(obs).argmax(-1)
+        if self._low is not None:
+            self._low.follow(self.version)
         with torch.inference_mode():
             (action,) = self._act(self._to_device(obs))
             return self._to_host(action)

@@ -69,11 +69,17 @@ class Turns:
         counters: Counters,
         total_steps: int,
         obs: np.ndarray,
+        lay_out: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> None:
-        """`obs` [N, ...] is where the environments stand; schedules run over `total_steps`."""
+        """`obs` [N, ...] is where the environments stand; schedules run over `total_steps`.
+
+        `lay_out(obs)` gives observations as policy and buffer want them to lie in memory.
+        """
         self._envs, self._policy, self._store = as_lanes(envs), policy, store
         self._phases, self._counters, self._total_steps = phases, counters, total_steps
-        self._seen = [obs[lane.columns] for lane in self._envs.lanes]
+        self._lay_out = lay_out
+        seen = [obs[lane.columns] for lane in self._envs.lanes]
+        self._seen = seen if lay_out is None else [lay_out(x) for x in seen]
         self._acted: list[tuple[np.ndarray, Extras]] = [(obs, {})] * len(self._seen)
 
     @property
@@ -111,6 +117,9 @@ class Turns:
                 with self._phases("store"):
                     self._store(self._seen[i], *self._acted[i], step)
                 self._seen[i] = step.obs
+                if self._lay_out is not None:
+                    with self._phases("preprocess"):
+                        self._seen[i] = self._lay_out(step.obs)
                 self._counters.env_steps += int(np.count_nonzero(step.valid))
                 if ahead and left:
                     self._act(i)
@@ -138,7 +147,10 @@ def run(
     `obs` [N, ...] is where the environments stand; the hook runs between rollouts, each of which
     is acted with one policy.
     """
-    turns = Turns(envs, learner.policy, buffer.add, phases, counters, total_steps, obs)
+    turns = Turns(
+        envs, learner.policy, buffer.add, phases, counters, total_steps, obs,
+        buffer.laid_out if buffer.images else None,
+    )  # fmt: skip
     window = Window()
     while True:
         # As of the rollout's start: the first update gets the full rate, the last one not 0.
