@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from rl_pipeline.config import load
 from rl_pipeline.config.origins import CONF
 from rl_pipeline.diagnosis.parts import Parts, ceiling
+from rl_pipeline.diagnosis.rig import Rig
 
 SECONDS = 0.6
 """For each part."""
@@ -27,9 +28,10 @@ def main() -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         settings = load.load(compose("config", overrides=sys.argv[1:]))
     with tempfile.TemporaryDirectory() as folder:
-        parts = Parts(settings, Path(folder))
-        costs = parts.measure(SECONDS)
-        parts.close()
+        rig = Rig(settings, Path(folder))
+        rig.warm()
+        costs = Parts(rig).measure(SECONDS)
+        rig.close()
     found = {name: cost.median_s for name, cost in costs.items()}
     print(json.dumps(found | {"ceiling": ceiling(costs)}))
 
