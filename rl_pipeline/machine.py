@@ -122,6 +122,12 @@ def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return available
 
 
+def has_bf16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU multiplies bf16 by itself."""
+    words = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    return "avx512_bf16" in words or "amx_bf16" in words
+
+
 def available_disk(folder: Path) -> int:
     """Bytes free where `folder` is or will be."""
     while not folder.exists():

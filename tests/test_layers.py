@@ -15,7 +15,7 @@ FLOORS = [
     {"learners", "loops", "comparison"},
     {"run", "study"},
     {"diagnosis"},
-    {"train", "compare", "doctor", "hydra_plugins"},
+    {"train", "compare", "diagnose", "doctor", "hydra_plugins"},
 ]
 """A room imports from lower floors only. On the ground floor, files have an order instead."""
 GROUND = ["errors", "types", "machine", "redaction", "stop", "files", "terminal"]

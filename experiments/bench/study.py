@@ -30,6 +30,7 @@ from rl_pipeline.comparison import tables
 from rl_pipeline.config import cli
 from rl_pipeline.config.app import refusing
 from rl_pipeline.config.settings import Frozen, PositiveInt
+from rl_pipeline.machine import has_bf16_units
 
 HERE = Path(__file__).parent
 PEERS = HERE / "peers"
@@ -49,12 +50,6 @@ class Options(Frozen):
     tasks: Annotated[tuple[str, ...], BeforeValidator(cli.names)] = tuple(t.name for t in TASKS)
     repeats: PositiveInt = 5
     peers: Annotated[tuple[str, ...], BeforeValidator(cli.names)] = ("sb3", "sbx", "torchrl")
-
-
-def has_bf16_units() -> bool:
-    """Whether this CPU multiplies bf16 by itself."""
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return any(word in flags.split() for word in ("avx512_bf16", "amx_bf16"))
 
 
 def whole(command: list[str], environ: dict[str, str]) -> dict[str, Any]:

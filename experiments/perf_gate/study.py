@@ -19,14 +19,13 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 from pydantic import BeforeValidator
-from scipy import stats
 
 from rl_pipeline.comparison import tables
 from rl_pipeline.config import cli
 from rl_pipeline.config.app import refusing
 from rl_pipeline.config.settings import Frozen, PositiveInt
+from rl_pipeline.diagnosis.trial import ratio_of
 from rl_pipeline.errors import ConfigError
 from rl_pipeline.machine import module_environment
 
@@ -65,13 +64,6 @@ def rate(code: Path, overrides: tuple[str, ...], seed: int, folder: Path) -> flo
     return float(json.loads((folder / "result.json").read_text())["throughput"]["env_steps_per_s"])
 
 
-def interval(ratios: np.ndarray) -> tuple[float, float, float]:
-    """Geometric mean of ratios [n] and its 95 % interval (Student's t on the logarithms)."""
-    logs = np.log(ratios)
-    reach = stats.t.ppf(0.975, len(logs) - 1) * stats.sem(logs) if len(logs) > 1 else np.inf
-    return tuple(float(np.exp(logs.mean() + d)) for d in (0, -reach, reach))  # type: ignore
-
-
 def verdict(low: float, high: float) -> str:
     """slower, not slower or open, by the rule."""
     if high < RULE:
@@ -108,7 +100,7 @@ def main() -> None:
                 rates = {code: rate(code, CASES[name], pair + 1, folder) for code in order}
                 ratios.append(rates[ROOT] / rates[base])
                 print(f"{name}, pair {pair + 1}: {ratios[-1]:.3f}", flush=True)
-            mean, low, high = interval(np.array(ratios))
+            mean, low, high = ratio_of(ratios)
             verdicts.append(verdict(low, high))
             rows.append([
                 name, f"{mean:.3f}x", f"{low:.3f} to {high:.3f}", str(len(ratios)), verdicts[-1],

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from rl_pipeline.config.settings import Settings
+from rl_pipeline.config.settings import ReplayAlgorithm, Settings
 from rl_pipeline.engine.phases import Phases
 from rl_pipeline.engine.runtime import make_runtime, stream_seed
 from rl_pipeline.run.build import make_training_envs
@@ -53,6 +53,10 @@ class Rig:
         from rl_pipeline.loops.sync import Counters
 
         seed = settings.seed or 0
+        if isinstance(settings.algo, ReplayAlgorithm):
+            # Exploration is over when learning begins: random actions cost less than chosen ones.
+            short = max(settings.algo.learning_starts, 1)
+            settings = settings.model_copy(update={"total_steps": short})
         self.settings = settings
         runtime = make_runtime(settings, seed)
         self.phases = Phases(new_event=runtime.new_event())

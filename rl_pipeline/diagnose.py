@@ -1,0 +1,66 @@
+"""The door: `python -m rl_pipeline.diagnose <any override of a training> budget=120 out=diagnosis`.
+
+Says where the time of a run goes, what bounds it, and what to change: each change as an override to
+paste, with its speed-up and interval, measured in turns with what is. Writes diagnosis.json to
+`out`. `budget` are seconds; what does not fit in is not tried.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from pydantic import Field
+
+from rl_pipeline.config import cli, load
+from rl_pipeline.config.app import refusing
+from rl_pipeline.config.origins import CONF
+from rl_pipeline.config.settings import Frozen, PositiveFloat, Settings
+from rl_pipeline.errors import ConfigError
+from rl_pipeline.files import write_json
+from rl_pipeline.terminal import say
+
+
+class DiagnoseSettings(Frozen):
+    """Arguments of the door besides those of the training."""
+
+    budget: PositiveFloat = Field(120.0, description="Seconds after which nothing more is tried.")
+    out: Path = Field(Path("diagnosis"), description="Folder for diagnosis.json.")
+
+
+def load_overrides(overrides: list[str]) -> Settings:
+    """Checked settings of a command line; raises ConfigError or Hydra's errors."""
+    return load.load(compose("config", overrides=overrides), overrides)
+
+
+def run(argv: list[str]) -> None:
+    """Diagnose, print, write."""
+    own = [a for a in argv if a.split("=")[0] in DiagnoseSettings.model_fields]
+    asked, overrides = cli.parse(DiagnoseSettings, own), [a for a in argv if a not in own]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        settings = load_overrides(overrides)
+        if settings.resume:
+            raise ConfigError("resume= does not go with a diagnosis: give the run's settings")
+        from rl_pipeline.diagnosis.diagnose import as_json, diagnose
+        from rl_pipeline.diagnosis.report import print_diagnosis
+
+        found = diagnose(settings, overrides, load_overrides, asked.budget, say)
+    print_diagnosis(found)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    write_json(asked.out / "diagnosis.json", json.loads(json.dumps(as_json(found), default=str)))
+    print(f"\nfigures  {asked.out / 'diagnosis.json'}")
+
+
+def main() -> None:
+    """Entry point."""
+    with refusing():
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            print(f"{__doc__}\n{cli.usage(DiagnoseSettings)}")
+            return
+        run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
