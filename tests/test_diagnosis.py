@@ -1,4 +1,4 @@
-"""Diagnosis: parts that are named right, changes that are worth a try, ratios that mean something."""
+"""Diagnosis: parts are named right, changes are worth a try, ratios mean something."""
 
 from __future__ import annotations
 
