@@ -1,8 +1,8 @@
 """The door: `python -m rl_pipeline.diagnose <any override of a training> budget=120 out=diagnosis`.
 
 Says where the time of a run goes, what bounds it, and what to change: each change as an override to
-paste, with its speed-up and interval, measured in turns with what is. Writes diagnosis.json to
-`out`. `budget` are seconds; what does not fit in is not tried.
+paste, with its speed-up and interval, measured in turns with what is. Writes index.html and
+diagnosis.json to `out`. `budget` are seconds; what does not fit in is not tried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DiagnoseSettings(Frozen):
     """Arguments of the door besides those of the training."""
 
     budget: PositiveFloat = Field(120.0, description="Seconds after which nothing more is tried.")
-    out: Path = Field(Path("diagnosis"), description="Folder for diagnosis.json.")
+    out: Path = Field(Path("diagnosis"), description="Folder for index.html and diagnosis.json.")
 
 
 def load_overrides(overrides: list[str]) -> Settings:
@@ -44,13 +44,15 @@ def run(argv: list[str]) -> None:
         if settings.resume:
             raise ConfigError("resume= does not go with a diagnosis: give the run's settings")
         from rl_pipeline.diagnosis.diagnose import as_json, diagnose
+        from rl_pipeline.diagnosis.page import page
         from rl_pipeline.diagnosis.report import print_diagnosis
 
         found = diagnose(settings, overrides, load_overrides, asked.budget, say)
     print_diagnosis(found)
     asked.out.mkdir(parents=True, exist_ok=True)
     write_json(asked.out / "diagnosis.json", json.loads(json.dumps(as_json(found), default=str)))
-    print(f"\nfigures  {asked.out / 'diagnosis.json'}")
+    (asked.out / "index.html").write_text(page(found))
+    print(f"\npage    {asked.out / 'index.html'}")
 
 
 def main() -> None:

@@ -51,6 +51,16 @@ def command(overrides: list[str], change: Overrides) -> str:
     return plain(f"{environ} {line}" if environ else line)
 
 
+def costs(trial: Trial) -> str:
+    """What a change costs besides: seconds of compilation, memory."""
+    found = []
+    if trial.compile_s >= 1:
+        found.append(f"{trial.compile_s:.0f} s to build, once")
+    if trial.memory_bytes > 50e6:
+        found.append(f"{trial.memory_bytes / 1e6:,.0f} MB")
+    return ", ".join(found)
+
+
 def _tried(diagnosis: Diagnosis) -> list[Trial]:
     return [trial for trial in diagnosis.trials if not trial.refused]
 
@@ -87,14 +97,9 @@ def _prescriptions(worth: list[Trial]) -> Table:
     for heading in ("worth changing", "speed", "95 %", "recipe", "costs"):
         table.add_column(heading, justify="right" if heading in ("speed", "95 %") else "left")
     for trial in worth:
-        costs = []
-        if trial.compile_s >= 1:
-            costs.append(f"{trial.compile_s:.0f} s to build, once")
-        if trial.memory_bytes > 50e6:
-            costs.append(f"{trial.memory_bytes / 1e6:,.0f} MB")
         table.add_row(
             plain(" ".join(trial.overrides)), f"{trial.ratio:.2f}x",
             f"{trial.low:.2f} to {trial.high:.2f}", "changed" if trial.recipe else "same",
-            ", ".join(costs),
+            costs(trial),
         )  # fmt: skip
     return table
