@@ -85,6 +85,9 @@ bench: setup ## Against Stable-Baselines3, SBX and TorchRL (60 minutes; QUICK=1:
 	experiments/bench/peers/install.sh $(PYTHON)
 	$(PY) -m experiments.bench.study $(ARGS)
 
+bench-start: setup ## From command to result on CartPole: what compile=auto costs (8 minutes)
+	$(PY) -m experiments.bench.start $(ARGS)
+
 bench-learning: setup ## Learning at equal steps, against Stable-Baselines3 (25 minutes)
 	experiments/bench/peers/install.sh $(PYTHON)
 	$(PY) -m experiments.bench.learning $(ARGS)
