@@ -14,7 +14,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from pydantic import Field
 
-from rl_pipeline.config import cli, load
+from rl_pipeline.config import cli, folders, load
 from rl_pipeline.config.app import refusing
 from rl_pipeline.config.origins import CONF
 from rl_pipeline.config.settings import Frozen, PositiveFloat, Settings
@@ -27,6 +27,9 @@ class DiagnoseSettings(Frozen):
     """Arguments of the door besides those of the training."""
 
     budget: PositiveFloat = Field(120.0, description="Seconds after which nothing more is tried.")
+    run: str | None = Field(
+        None, description="A finished run (folder, run id or MLflow id): nothing is run."
+    )
     out: Path = Field(Path("diagnosis"), description="Folder for index.html and diagnosis.json.")
 
 
@@ -39,6 +42,14 @@ def run(argv: list[str]) -> None:
     """Diagnose, print, write."""
     own = [a for a in argv if a.split("=")[0] in DiagnoseSettings.model_fields]
     asked, overrides = cli.parse(DiagnoseSettings, own), [a for a in argv if a not in own]
+    if asked.run is not None:
+        if len(own) < len(argv) or len(own) > 1:
+            raise ConfigError("run= stands alone: the run has its settings")
+        from rl_pipeline.diagnosis.diagnose import from_records
+        from rl_pipeline.diagnosis.report import print_finding
+
+        print_finding(from_records(folders.find_run(asked.run, "run")))
+        return
     with initialize_config_dir(str(CONF), version_base="1.3"):
         settings = load_overrides(overrides)
         if settings.resume:

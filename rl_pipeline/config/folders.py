@@ -80,10 +80,10 @@ def run_id_of(folder: Path) -> str:
     return last if re.fullmatch("r[0-9a-f]{8}", last) else _new_id()
 
 
-def find_run(name: str) -> Path:
+def find_run(name: str, key: str = "resume") -> Path:
     """The folder of a run: itself, or by its run id or MLflow run id below outputs/, multirun/.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError, naming the argument `key`, where there is none.
     """
     if _holds(name, "run.json"):
         return Path(name)
@@ -91,7 +91,7 @@ def find_run(name: str) -> Path:
         if name in (read_json(folder / file).get("run_id") for file in ("run.json", "mlflow.json")):
             return folder
     raise ConfigError(
-        f"resume={name}: no such run; give a run folder (it holds run.json) or the id of a run "
+        f"{key}={name}: no such run; give a run folder (it holds run.json) or the id of a run "
         "below outputs/ or multirun/ of the working directory"
     )
 

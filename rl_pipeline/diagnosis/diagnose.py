@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_pipeline import machine
+from rl_pipeline.config import folders
 from rl_pipeline.config.settings import Settings
 from rl_pipeline.diagnosis.candidates import Machine, Overrides, proposals
 from rl_pipeline.diagnosis.trial import Budget, Trial, try_out
@@ -198,3 +199,41 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """For diagnosis.json."""
     prescribed = [asdict(t) for t in diagnosis.prescriptions]
     return asdict(diagnosis) | {"prescriptions": prescribed}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a finished run's own records tell."""
+
+    task: str
+    rate: float
+    steady: bool
+    """The run was long enough for a steady state."""
+    shares: list[Share]
+    verdict: str
+    worth_trying: list[tuple[Overrides, bool]]
+    """Changes that the table has for it, none of them measured; True where the recipe changes."""
+    overrides: list[str]
+
+
+def from_records(folder: Path) -> Finding:
+    """The verdict of a finished run; raises ConfigError where it left too little."""
+    record, path = folders.record_of(folder), folder / "result.json"
+    if not path.exists():
+        raise ConfigError(f"run={folder}: it left no result.json; it did not come to its end")
+    result = json.loads(path.read_text())
+    phases = {name: p["seconds"] for name, p in result.get("phases", {}).items()}
+    if not phases:
+        raise ConfigError(
+            f"run={folder}: its time was not told apart by phase (profile=none); diagnose its "
+            "settings instead"
+        )
+    found, throughput = shares(phases), result["throughput"]
+    changes = proposals(Settings.model_validate(record["settings"]), here())
+    return Finding(
+        task=f"{result['task']['algo']} on {result['task']['id']}",
+        rate=throughput["env_steps_per_s"], steady=throughput["steady"], shares=found,
+        verdict=sentence(found),
+        worth_trying=[(change, candidate.recipe) for candidate, change in changes],
+        overrides=record["overrides"],
+    )  # fmt: skip

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_pipeline.diagnosis.candidates import Overrides
-from rl_pipeline.diagnosis.diagnose import Diagnosis, changed_by
+from rl_pipeline.diagnosis.diagnose import Diagnosis, Finding, changed_by
 from rl_pipeline.diagnosis.trial import Trial
 from rl_pipeline.diagnosis.verdict import WORDS
 from rl_pipeline.terminal import plain, shell_line, wide_console
@@ -42,6 +42,27 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> Non
     if best is not None:
         console.print(f"\nthe same recipe at {best.ratio:.2f}x:", highlight=False)
         console.print(f"  {command(diagnosis.overrides, best.overrides)}", highlight=False)
+
+
+def print_finding(finding: Finding, console: Console | None = None) -> None:
+    """What a finished run's records tell, and how to learn more."""
+    console = console or wide_console()
+    console.print(f"{finding.task}: {finding.rate:,.0f} env steps/s", style="bold")
+    console.print(f"{finding.verdict}.", highlight=False)
+    if not finding.steady:
+        console.print("The run was too short for a steady state: most of it is its beginning.")
+    table = Table(box=None, padding=(0, 2))
+    for heading in ("part", "of the time", "if it were free"):
+        table.add_column(heading, justify="left" if heading == "part" else "right")
+    for share in finding.shares:
+        table.add_row(share.words, f"{share.share:.0%}", f"{share.bound:.2f}x")
+    console.print()
+    console.print(table)
+    same = [" ".join(change) for change, recipe in finding.worth_trying if not recipe]
+    if same:
+        console.print(f"\nnot measured, worth a try: {plain('; '.join(same))}", highlight=False)
+    line = plain(shell_line("diagnose", *finding.overrides))
+    console.print(f"measure them with\n  {line}", highlight=False)
 
 
 def command(overrides: list[str], change: Overrides) -> str:
