@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rl_pipeline.config import folders
 from rl_pipeline.config.stores import how_to_open, server_of
 from rl_pipeline.terminal import plain, shell_line, shown_path, wide_console
 
@@ -72,6 +73,8 @@ def print_summary(result: dict[str, Any], console: Console | None = None) -> Non
             grid.add_row(
                 "bottleneck", f"{found['phase']} ({found['share']:.0%} of training): {gain}"
             )
+            line = shell_line("diagnose", *folders.own_overrides(result["overrides"]))
+            grid.add_row("", f"{plain(line)}  says what to change")
     for wait in result.get("transfers", {}).get("hidden_waits", [])[:3]:
         grid.add_row("waits", f"{wait['phase']} waits for the GPU at {wait['where']}, "
                      f"{wait['count']:,} times")  # fmt: skip
