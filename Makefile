@@ -81,7 +81,7 @@ parity: setup ## Prove that the backends are the same task (TASKS="cartpole pong
 try-ends: setup ## Prove that runs end well: 200 kills, 100 bad inputs (50 minutes; QUICK=1: 5)
 	$(PY) -m experiments.ends.study
 
-bench: setup ## Against Stable-Baselines3, SBX and TorchRL (60 minutes; QUICK=1: 5)
+bench: setup ## Against Stable-Baselines3, SBX and TorchRL (55 minutes; QUICK=1: 5)
 	experiments/bench/peers/install.sh $(PYTHON)
 	$(PY) -m experiments.bench.study $(ARGS)
 
