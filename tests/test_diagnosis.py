@@ -35,7 +35,8 @@ def tried(*overrides, machine=PLAIN):
 def test_a_poor_configuration_is_offered_what_helps_and_no_more_of_the_same():
     found = tried(
         "env=pong", "algo=dqn", "backend=gymnasium_async", "backend.num_envs=4", "buffer=deque",
-        "compile=eager", "buffer.capacity=5000", machine=Machine(2, True, False, True),
+        "compile=eager", "buffer.capacity=5000", "algo.learning_starts=1000",
+        machine=Machine(2, True, False, True),
     )  # fmt: skip
     assert ("backend=envpool", "backend.num_envs=4") in found
     assert ("compile=default",) in found

@@ -22,6 +22,9 @@ class Machine:
     cuda: bool
     compiler: bool
     """A C++ compiler is here."""
+    torch_threads: int = 0
+    env_threads: int = 0
+    """Those that the run takes of itself; 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,12 @@ def _backends(settings: Settings, machine: Machine) -> Iterator[Overrides]:
 def _env_threads(settings: Settings, machine: Machine) -> Iterator[Overrides]:
     backend = settings.backend
     if settings.env.kind in backend.traits.threaded and backend.num_envs > 1:
-        for threads in sorted({1, machine.cores}):
+        for threads in sorted({1, machine.cores} - {machine.env_threads}):
             yield (f"backend.num_threads={threads}",)
 
 
 def _torch_threads(settings: Settings, machine: Machine) -> Iterator[Overrides]:
-    for threads in sorted({1, machine.cores}):
+    for threads in sorted({1, machine.cores} - {machine.torch_threads}):
         yield (f"OMP_NUM_THREADS={threads}",)
 
 

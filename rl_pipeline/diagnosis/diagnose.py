@@ -14,7 +14,7 @@ from typing import Any
 from rl_pipeline import machine
 from rl_pipeline.config import folders
 from rl_pipeline.config.settings import Settings
-from rl_pipeline.diagnosis.candidates import Machine, Overrides, proposals
+from rl_pipeline.diagnosis.candidates import Candidate, Machine, Overrides, proposals
 from rl_pipeline.diagnosis.trial import Budget, Trial, try_out
 from rl_pipeline.diagnosis.verdict import Share, sentence, shares
 from rl_pipeline.diagnosis.worker import Worker
@@ -73,8 +73,8 @@ def real_run(overrides: list[str], folder: Path) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
-def here() -> Machine:
-    """The machine as the candidates ask for it."""
+def here(threads: dict[str, int]) -> Machine:
+    """The machine as the candidates ask for it; `threads` are those of a run's result."""
     import torch
 
     from rl_pipeline.engine.compilers import check_compiler
@@ -85,7 +85,10 @@ def here() -> Machine:
     except ConfigError:
         compiler = False
     cores = machine.cpu_budget()[0]
-    return Machine(cores, machine.has_bf16_units(), torch.cuda.is_available(), compiler)
+    return Machine(
+        cores, machine.has_bf16_units(), torch.cuda.is_available(), compiler,
+        threads.get("torch", 0), threads.get("envs", 0),
+    )  # fmt: skip
 
 
 def diagnose(
@@ -112,7 +115,8 @@ def diagnose(
         ladder = base.ask("ladder", turn_s) | {"run": rate}
         parts = base.ask("parts", PART_S)
         stretch = base.ask("run", turn_s)
-        trials = _try_all(base, memory, settings, overrides, load, turn_s, budget, say)
+        changes = list(proposals(settings, here(result["effective"]["threads"])))
+        trials = _try_all(base, memory, changes, overrides, load, turn_s, budget, say)
         best = _together(base, memory, trials, overrides, load, turn_s, say)
     finally:
         base.close()
@@ -139,7 +143,7 @@ def _round_s(settings: Settings, rate: float) -> float:
 def _try_all(
     base: Worker,
     memory: int,
-    settings: Settings,
+    changes: list[tuple[Candidate, Overrides]],
     overrides: list[str],
     load: Callable[[list[str]], Settings],
     turn_s: float,
@@ -147,7 +151,7 @@ def _try_all(
     say: Callable[[str], None],
 ) -> list[Trial]:
     trials = []
-    for candidate, change in proposals(settings, here()):
+    for candidate, change in changes:
         if budget.left_s < 0:
             say(f"no time left for {' '.join(change)}: give budget=<seconds>")
             continue
@@ -229,7 +233,8 @@ def from_records(folder: Path) -> Finding:
             "settings instead"
         )
     found, throughput = shares(phases), result["throughput"]
-    changes = proposals(Settings.model_validate(record["settings"]), here())
+    threads = result["effective"]["threads"]
+    changes = proposals(Settings.model_validate(record["settings"]), here(threads))
     return Finding(
         task=f"{result['task']['algo']} on {result['task']['id']}",
         rate=throughput["env_steps_per_s"], steady=throughput["steady"], shares=found,

@@ -41,8 +41,8 @@ class Parts:
 
     def __init__(self, rig: Rig) -> None:
         """Play some turns, which go into no buffer."""
-        self._rig, buffer = rig, rig.training.buffer
-        self._buffer: Any = buffer
+        buffer: Any = rig.training.buffer
+        self._rig, self._buffer = rig, buffer
         self._learner: Any = rig.training.learner
         images = rig.on_policy and self._buffer.images
         self._lay_out = self._buffer.laid_out if images else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from rl_pipeline.terminal import say
 
 WARM_UPDATES = 40
 WARM_S = 2.0
-"""Seconds of learning before anything is measured: small eager updates become faster."""
+"""Seconds of training before anything is measured."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Rig:
             short = max(settings.algo.learning_starts, 1)
             settings = settings.model_copy(update={"total_steps": short})
         self.settings = settings
-        runtime = make_runtime(settings, seed)
+        # What a run comes to later is measured from the start.
+        runtime = replace(make_runtime(settings, seed), unroll_after=0)
         self.phases = Phases(new_event=runtime.new_event())
         runtime.compile_log.phase = lambda: self.phases("compile")
         threads = runtime.threads.env_threads

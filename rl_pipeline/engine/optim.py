@@ -139,10 +139,11 @@ class GradientStep:
         build: Callable[[str, Call, Call, Sequence[Tensor], int], Call],
         whole_epochs: bool,
         log: CompileLog,
+        unroll_after: int | None = None,
     ) -> None:
         """`frozen` are networks that the loss reads and the step leaves alone.
 
-        `build(name, pure, eager, state, moves)` and `log` are the runtime's.
+        `build(name, pure, eager, state, moves)`, `log` and `unroll_after` are the runtime's.
         """
         self.adam, self._loss, self._owners = adam, loss, (params, *frozen)
         self._call = calling([p.module for p in self._owners], loss)
@@ -155,7 +156,7 @@ class GradientStep:
         fixed = [p.values for p in frozen]
         self._gradients = Unrolled(
             self._backward, self._pure_gradients, (params.values, *adam.scale.state, *fixed),
-            params.grads, log,
+            params.grads, log, unroll_after,
         )  # fmt: skip
         self._run = build(name, self._pure, self._eager, (*moved, *fixed), len(moved))
 

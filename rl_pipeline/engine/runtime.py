@@ -128,6 +128,8 @@ class Runtime:
     compile_log: CompileLog = field(default_factory=CompileLog)
     index: Index | None = None
     """Where graphs of earlier runs are found."""
+    unroll_after: int | None = None
+    """Eager updates before they lose their Python (`unroll`); None: as many as pay for it."""
     keeps_freed: bool = False
     """The C library keeps what is freed."""
     background: Background | None = None
@@ -221,7 +223,7 @@ class Runtime:
         adam = Adam(params.values, params.grads, eps, max_grad_norm, self.arithmetic.loss_scale)
         return GradientStep(
             name, loss, params, adam, frozen, self.build, self.plan.capture is not None,
-            self.compile_log,
+            self.compile_log, self.unroll_after,
         )  # fmt: skip
 
     def generator(self, stream: str) -> torch.Generator:

@@ -84,18 +84,20 @@ class Unrolled:
         state: Sequence[Tensor],
         written: Tensor,
         log: CompileLog,
+        after: int | None = None,
     ) -> None:
         """`eager(*inputs)` leaves gradients in `written`; `pure(*state, *inputs)` returns them
-        before its other outputs, and changes nothing."""
+        before its other outputs, and changes nothing. It is traced after AFTER calls, or `after`.
+        """
         self._eager, self._pure, self._state = eager, pure, tuple(state)
         self._written, self._log = written, log
         self._calls = dict[tuple, Call | None]()
-        self._count = 0
+        self._left = AFTER if after is None else after
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """What `eager` returns; gradients are added to `written`, which must be zero."""
-        if self._count < AFTER:
-            self._count += 1
+        if self._left:
+            self._left -= 1
             return self._eager(*inputs)
         form = tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
         if form not in self._calls:
